@@ -1,0 +1,393 @@
+"""Every message of the system, one type each. The wire form is msgpack through msgspec.
+
+Three conversations: client and coordinator (ZeroMQ), coordinator and worker (shared-memory rings
+for plans and answers, a socket for status), coordinator and keeper (unix socket). Token ids travel
+as packed little-endian int32 (`pack_ids`), everything else as plain msgpack.
+
+This module knows nothing of sockets, rings, tensors or the scheduler.
+"""
+
+from __future__ import annotations
+
+import array
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from tp_runtime.sampling_params import SamplingParams
+
+PROTOCOL_VERSION = 1
+"""Raised with every change of a type below; peers with another version are refused by name."""
+
+FRAME_HEADER = b"TPR" + bytes([PROTOCOL_VERSION])
+"""First ZeroMQ frame of every client message, so that a wrong version is seen before decoding."""
+
+if sys.byteorder != "little":
+    raise ImportError("tp_runtime packs ids in native order and needs a little-endian machine.")
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Token or block ids as packed int32; raises OverflowError outside int32."""
+    return array.array("i", ids).tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """Inverse of `pack_ids`; raises ValueError when the length is not a multiple of four."""
+    out = array.array("i")
+    out.frombytes(data)
+    return out.tolist()
+
+
+# ---------------------------------------------------------------- client -> coordinator
+
+
+class Resume(Struct, array_like=True, forbid_unknown_fields=True):
+    """Where a resubmitted sample goes on: what its client already has.
+
+    `token_ids` are all ids generated so far, `text_sent` the number of characters of text already
+    delivered (held-back text is recomputed from the ids)."""
+
+    index: int
+    token_ids: bytes
+    text_sent: int
+
+
+class Generate(Struct, tag="generate", omit_defaults=True, forbid_unknown_fields=True):
+    """One request. Exactly one of `prompt`, `prompt_token_ids`, `messages` is given."""
+
+    request_id: str
+    params: SamplingParams
+    prompt: str | None = None
+    prompt_token_ids: list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool = True
+    stream: bool = True
+    """False: the coordinator sends one Outputs message with everything when the sample ends."""
+    detokenize: bool = True
+    timeout_s: float | None = None
+    resume: list[Resume] = msgspec.field(default_factory=list)
+
+
+class Cancel(Struct, tag="cancel", forbid_unknown_fields=True):
+    request_id: str
+
+
+class GetInfo(Struct, tag="get_info", forbid_unknown_fields=True):
+    request_id: str
+
+
+class Tokenize(Struct, tag="tokenize", omit_defaults=True, forbid_unknown_fields=True):
+    """Text or chat messages to ids (`messages` through the chat template)."""
+
+    request_id: str
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Detokenize(Struct, tag="detokenize", forbid_unknown_fields=True):
+    request_id: str
+    token_ids: list[int]
+
+
+ClientMessage = Generate | Cancel | GetInfo | Tokenize | Detokenize
+
+# ---------------------------------------------------------------- coordinator -> client
+
+
+class Logprob(Struct, array_like=True):
+    token_id: int
+    logprob: float
+    rank: int
+    """1 = most likely."""
+
+
+class TokenLogprobs(Struct, array_like=True):
+    """The chosen token first, then the top alternatives in falling order (chosen one included)."""
+
+    chosen: Logprob
+    top: list[Logprob]
+
+
+class Accepted(Struct, tag="accepted"):
+    """The request is in the queue. `seed` is the one given or drawn."""
+
+    request_id: str
+    seed: int
+    num_prompt_tokens: int
+    prompt_token_ids: bytes = b""
+    """Sent back only when the prompt came as text or messages."""
+
+
+class SampleDelta(Struct, array_like=True):
+    """What is new of one sample. `finish_reason` (stop, length, or None while running);
+    `stop_reason` is the stop string or token id that matched. Timings in seconds."""
+
+    request_id: str
+    index: int
+    token_ids: bytes
+    text: str
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+    queue_s: float = 0.0
+    first_token_s: float = 0.0
+
+
+class Outputs(Struct, tag="outputs"):
+    """All deltas of one step that belong to one client connection."""
+
+    deltas: list[SampleDelta]
+
+
+class Failed(Struct, tag="failed"):
+    """The end of a request that did not work; `code` is one of `tp_runtime.errors`."""
+
+    request_id: str
+    code: str
+    message: str
+
+
+class Info(Struct, tag="info"):
+    request_id: str
+    model: str
+    architecture: str
+    max_model_len: int
+    vocab_size: int
+    tensor_parallel_size: int
+    dtype: str
+    device: str
+    has_chat_template: bool
+    num_kv_blocks: int
+    block_size: int
+    state: str
+    """starting, ready, recovering, draining"""
+    stats: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class Tokenized(Struct, tag="tokenized"):
+    request_id: str
+    token_ids: bytes
+    text: str
+    """For Tokenize: the rendered prompt. For Detokenize: the text."""
+
+
+ServerMessage = Accepted | Outputs | Failed | Info | Tokenized
+
+# ---------------------------------------------------------------- coordinator -> worker: plans
+
+
+class RowSampling(Struct, array_like=True, omit_defaults=True):
+    """Sampling parameters of one row, already resolved by the coordinator (no None, no text)."""
+
+    temperature: float
+    seed: int
+    """Signed 64 bit; with position and vocabulary id it keys the Gumbel noise."""
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias_ids: bytes = b""
+    bias_values: list[float] = msgspec.field(default_factory=list)
+    min_position: int = 0
+    """Ids in `blocked_ids` are impossible while the sampled token's position is below this."""
+    blocked_ids: bytes = b""
+    logprobs: int = -1
+    """Number of top alternatives to report; -1: no logprobs at all."""
+    prompt_logprobs: int = -1
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+class NewRow(Struct, array_like=True, omit_defaults=True):
+    """A row enters the batch. `prompt_len` separates prompt from generated tokens in `history`
+    (all ids known so far); `history` is sent only where penalties need it."""
+
+    row: int
+    sampling: RowSampling
+    prompt_len: int
+    history: bytes = b""
+
+
+class RowBlocks(Struct, array_like=True):
+    """KV blocks appended to a row's table, starting at entry `first`."""
+
+    row: int
+    first: int
+    blocks: bytes
+
+
+class Chunk(Struct, array_like=True):
+    """Prefill tokens of one row at positions start, start + 1, ...; `sample` on the last chunk."""
+
+    row: int
+    start: int
+    token_ids: bytes
+    sample: bool
+
+
+class StepPlan(Struct, array_like=True, omit_defaults=True):
+    """One step, as a delta to the batch state that every rank holds (see workers.batch_state).
+
+    Rows are dense: 0 .. num_rows - 1. The parts are applied in this order: `moves` (all sources
+    are read before any target is written; rows no longer named are gone), `new_rows`, `blocks`;
+    then the step runs: decode rows first (each consumes its last sampled id at its next
+    position), then `chunks`. Sampled ids are answered in that order: decode rows, then chunks
+    with `sample`. `decode_rows` is packed int32; None means rows 0 .. num_rows - 1.
+    """
+
+    generation: int
+    step: int
+    num_rows: int
+    padded: int = 0
+    """Size of the decode graph to replay (>= number of decode rows); 0: no graph."""
+    decode_rows: bytes | None = None
+    chunks: list[Chunk] = msgspec.field(default_factory=list)
+    moves: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    new_rows: list[NewRow] = msgspec.field(default_factory=list)
+    blocks: list[RowBlocks] = msgspec.field(default_factory=list)
+    check: bool = False
+    """Compare a checksum of the device state across ranks in this step."""
+
+
+class Stop(Struct, array_like=True):
+    """End the worker loop in order: release graphs, destroy the process group, exit 0."""
+
+    generation: int
+    step: int
+
+
+# ---------------------------------------------------------------- worker -> coordinator
+
+
+class RowLogprobs(Struct, array_like=True):
+    """Entry `i` of the answer's ids. `prompt` holds, for a chunk, one entry per chunk token: the
+    logprobs of the *next* prompt token (empty where not asked)."""
+
+    i: int
+    chosen: Logprob | None
+    top: list[Logprob]
+    prompt: list[TokenLogprobs] = msgspec.field(default_factory=list)
+
+
+class Answer(Struct, array_like=True, omit_defaults=True):
+    """Rank 0's result of one step; `token_ids` in the order of the plan, -1: logits not finite."""
+
+    generation: int
+    step: int
+    token_ids: bytes
+    logprobs: list[RowLogprobs] = msgspec.field(default_factory=list)
+    run_us: int = 0
+    """From plan received to ids on the host, microseconds."""
+
+
+class WorkerLoaded(Struct, tag="loaded"):
+    """Weights are on the device. `digest` covers model config, vocabulary, parameter count and
+    code version; ranks that differ are refused before READY."""
+
+    rank: int
+    digest: str
+    num_parameters: int
+    max_kv_blocks: int
+    block_size: int
+    kv_block_bytes: int
+    attention_backend: str
+    load_s: float
+
+
+class AllocateKV(Struct, tag="allocate_kv"):
+    """Coordinator to worker: the number of blocks agreed on (the minimum of all ranks)."""
+
+    num_blocks: int
+
+
+class WorkerReady(Struct, tag="ready"):
+    rank: int
+    graph_sizes: list[int] = msgspec.field(default_factory=list)
+    """Padded decode sizes the worker can replay; empty: eager."""
+
+
+class WorkerProgress(Struct, tag="progress"):
+    """A sentence about a wait (load, warm-up), shown by the launcher when it lasts over 2 s."""
+
+    rank: int
+    phase: str
+    text: str
+
+
+class WorkerFailed(Struct, tag="failed"):
+    """The worker raised; it exits after sending this."""
+
+    rank: int
+    phase: str
+    step: int
+    error: str
+    """One sentence."""
+    traceback: str
+
+
+WorkerStatus = WorkerLoaded | WorkerReady | WorkerProgress | WorkerFailed
+
+# ---------------------------------------------------------------- coordinator <-> keeper
+
+
+class KeeperHello(Struct, tag="hello"):
+    version: int
+    rank: int
+    local_rank: int
+    world_size: int
+    pid: int
+    host: str
+
+
+class ForkWorker(Struct, tag="fork"):
+    """Fork a worker for `generation`. Six descriptors ride along (SCM_RIGHTS), in this order:
+    plan ring, its doorbell, answer ring, its doorbell, heartbeat page, status socket."""
+
+    generation: int
+
+
+class KillWorker(Struct, tag="kill"):
+    generation: int
+
+
+class Quit(Struct, tag="quit"):
+    """Kill the worker if there is one and exit with this status."""
+
+    status: int
+    message: str = ""
+
+
+class WorkerForked(Struct, tag="forked"):
+    generation: int
+    pid: int
+
+
+class WorkerExited(Struct, tag="exited"):
+    """`status` as from waitpid: >= 0 exit status, < 0 minus the signal."""
+
+    generation: int
+    pid: int
+    status: int
+
+
+KeeperMessage = KeeperHello | WorkerForked | WorkerExited
+KeeperCommand = ForkWorker | KillWorker | Quit
+
+encode = msgspec.msgpack.Encoder().encode
