@@ -1,0 +1,69 @@
+"""The interface every attention back-end implements.
+
+A back-end only reads the cache; storing is the layer's work. It must give finite output for
+padding rows and must never let a value of an unset slot reach the output (0 * NaN is NaN: values
+are masked, not only scores).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from tp_runtime.ops.attention.metadata import DecodeMetadata, PrefillMetadata
+
+
+class AttentionBackend(ABC):
+    """Causal, grouped-query attention; `window` is the number of tokens a token sees, itself
+    included (None: all)."""
+
+    name: str
+
+    @classmethod
+    @abstractmethod
+    def supports(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        block_size: int | None,
+        window: int | None,
+        device: torch.device,
+    ) -> str | None:
+        """None when it can run this; otherwise the reason why not, a clause for an error or a log
+        ("needs CUDA"). block_size None: the back-end's own default."""
+
+    @classmethod
+    @abstractmethod
+    def default_block_size(cls) -> int:
+        """Tokens per KV block when the user sets none."""
+
+    @abstractmethod
+    def prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        meta: PrefillMetadata,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """q [T, H, D], k and v [T, KV, D] of the new tokens -> [T, H, D] in q's dtype.
+
+        The new keys and values have been stored already; with meta.block_tables everything is read
+        from the cache."""
+
+    @abstractmethod
+    def decode(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        meta: DecodeMetadata,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """q [B, H, D], one token per sequence -> [B, H, D] in q's dtype; zero for padding rows."""

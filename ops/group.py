@@ -1,0 +1,158 @@
+"""The ranks that share a model, and how they talk: `TPGroup` and its communicators.
+
+Layers get a `TPGroup` in their constructor and never ask torch.distributed for a rank. This is the
+only file of ops that calls torch.distributed. It knows nothing of how processes are started.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Communicator(Protocol):
+    """Collectives over the ranks of one group. Tensors are contiguous, on the group's device.
+
+    Every rank must make the same calls in the same order, with equal shapes and dtypes."""
+
+    @property
+    def name(self) -> str:
+        """ "single", "gloo" or "nccl"."""
+        ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over ranks, in place; returns `x`. Every rank gets the same bits."""
+        ...
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """The `x` of every rank, in rank order."""
+        ...
+
+    def gather(self, x: Tensor, dst: int = 0) -> list[Tensor] | None:
+        """The `x` of every rank, in rank order, on rank `dst`; None elsewhere."""
+        ...
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+        """The `x` of rank `src`, written in place; returns `x`."""
+        ...
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Tensor:
+        """Part r of `x` (equal parts of dimension 0) goes to rank r; `out` collects the parts of
+        all ranks in rank order; returns `out`."""
+        ...
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        ...
+
+    def close(self) -> None:
+        """Ends the group; no collective may follow."""
+        ...
+
+
+class SingleCommunicator:
+    """One rank: every collective is the identity."""
+
+    name = "single"
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        return [x]
+
+    def gather(self, x: Tensor, dst: int = 0) -> list[Tensor] | None:
+        return [x]
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+        return x
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Tensor:
+        return out.copy_(x)
+
+    def barrier(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class ProcessGroupCommunicator:
+    """Collectives of torch.distributed: gloo on CPU, NCCL on CUDA.
+
+    Both add a given element in one order that does not depend on the rank (each element is reduced
+    in one place or along one ring and then copied), so the ranks end with the same bits."""
+
+    def __init__(self, name: Literal["gloo", "nccl"], device: torch.device) -> None:
+        self.name = name
+        self._device = device
+        self._rank = dist.get_rank()
+        self._size = dist.get_world_size()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x)
+        return x
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        out = x.new_empty((self._size, *x.shape))
+        parts = list(out.unbind(0))
+        if self.name == "nccl":
+            dist.all_gather_into_tensor(out, x)
+        else:
+            dist.all_gather(parts, x)
+        return parts
+
+    def gather(self, x: Tensor, dst: int = 0) -> list[Tensor] | None:
+        parts = [torch.empty_like(x) for _ in range(self._size)] if self._rank == dst else None
+        dist.gather(x, parts, dst=dst)
+        return parts
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+        dist.broadcast(x, src=src)
+        return x
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Tensor:
+        dist.all_to_all_single(out, x)
+        return out
+
+    def barrier(self) -> None:
+        # A collective with data and a host wait: NCCL's own barrier guesses the device.
+        dist.all_reduce(torch.zeros(1, device=self._device))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class TPGroup:
+    """This process's place among the ranks that hold the shards of one model."""
+
+    rank: int
+    size: int
+    comm: Communicator
+
+    @classmethod
+    def single(cls) -> TPGroup:
+        """The group of one rank; needs no torch.distributed."""
+        return cls(0, 1, SingleCommunicator())
+
+    @classmethod
+    def from_process_group(
+        cls, backend: Literal["gloo", "nccl"], device: torch.device | str
+    ) -> TPGroup:
+        """The default process group, after `torch.distributed.init_process_group(backend, …)`.
+
+        Raises RuntimeError when that call has not been made."""
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed has no process group yet; call init_process_group first, "
+                "or use TPGroup.single() for one rank."
+            )
+        comm = ProcessGroupCommunicator(backend, torch.device(device))
+        return cls(dist.get_rank(), dist.get_world_size(), comm)

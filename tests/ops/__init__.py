@@ -1,0 +1,1 @@
+"""Tests of tp_runtime.ops: layers against the unsharded layer, kernels against the reference."""
