@@ -233,13 +233,16 @@ class RowBlocks(Struct, array_like=True):
     blocks: bytes
 
 
-class Chunk(Struct, array_like=True):
+class Chunk(Struct, array_like=True, omit_defaults=True):
     """Prefill tokens of one row at positions start, start + 1, ...; `sample` on the last chunk."""
 
     row: int
     start: int
     token_ids: bytes
     sample: bool
+    next_id: bytes = b""
+    """Only for rows with prompt logprobs: the prompt id after this chunk, packed; empty after the
+    last prompt id."""
 
 
 class StepPlan(Struct, array_like=True, omit_defaults=True):
@@ -277,8 +280,9 @@ class Stop(Struct, array_like=True):
 
 
 class RowLogprobs(Struct, array_like=True):
-    """Entry `i` of the answer's ids. `prompt` holds, for a chunk, one entry per chunk token: the
-    logprobs of the *next* prompt token (empty where not asked)."""
+    """Entry `i` of the answer's ids; i = -1 - c for chunk c of the plan when it samples nothing.
+    `prompt` holds, for a chunk of a row with prompt logprobs, the logprobs of the prompt tokens
+    that follow each of its positions (one fewer on the last chunk)."""
 
     i: int
     chosen: Logprob | None

@@ -1,0 +1,124 @@
+"""The draw: from logits [rows, vocab] to token ids [rows], on any device, without a host value.
+
+Parameters are tensors with one entry per row (`SamplingBatch`), so one call serves rows of every
+kind; `SamplingClass` says which work can be skipped for a whole batch. Greedy is the argmax with
+the lowest id on ties. A row whose logits are not usable (NaN, +inf, or nothing but -inf) gets id
+-1. Transformations follow this order: logit bias, blocked ids, repetition penalty, frequency and
+presence penalty, temperature, min-p, top-k, top-p, Gumbel-max draw.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tp_runtime.ops.sampling.philox import gumbel
+from tp_runtime.ops.sampling.processors import (
+    add_bias,
+    apply_min_p,
+    apply_top_k_top_p,
+    block_ids,
+    penalize,
+)
+
+INVALID_ID = -1
+
+
+class SamplingClass(enum.IntEnum):
+    """The least work that serves every row of a batch."""
+
+    GREEDY = 0
+    GUMBEL = 1
+    FULL = 2
+
+
+@dataclass
+class Penalties:
+    """Rows of the batch state that count tokens. `in_prompt` [rows, vocab] bool, `counts`
+    [rows, vocab] int32 of generated ids; the three penalties are [rows] float32."""
+
+    in_prompt: Tensor
+    counts: Tensor
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+
+
+@dataclass
+class Entries:
+    """Sparse (row, id[, value]) entries: logit bias and blocked ids."""
+
+    rows: Tensor
+    ids: Tensor
+    values: Tensor | None = None
+
+
+@dataclass
+class SamplingBatch:
+    """One entry per row. `position` is the position the drawn token will have. [rows]: temperature
+    float32 (0 = greedy), seed and position int64, top_k int64 (0 = all), top_p and min_p float32
+    (1 and 0 = off), min_position int64. The optional parts are None when no row needs them."""
+
+    kind: SamplingClass
+    temperature: Tensor
+    seed: Tensor
+    position: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    min_position: Tensor
+    bias: Entries | None = None
+    blocked: Entries | None = None
+    penalties: Penalties | None = None
+    truncated: bool = True
+    """Some row uses top-k, top-p or min-p."""
+
+
+def usable_rows(logits: Tensor) -> Tensor:
+    """[rows] bool: the largest logit is a finite number (NaN and +inf show in the maximum)."""
+    return torch.isfinite(logits.amax(-1))
+
+
+def process(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Everything before temperature: the logits a greedy row takes its argmax of."""
+    if batch.bias is not None and batch.bias.values is not None:
+        logits = add_bias(logits, batch.bias.rows, batch.bias.ids, batch.bias.values)
+    if batch.blocked is not None:
+        logits = block_ids(
+            logits, batch.blocked.rows, batch.blocked.ids, batch.min_position, batch.position
+        )
+    if (p := batch.penalties) is not None:
+        logits = penalize(logits, p.in_prompt, p.counts, p.repetition, p.frequency, p.presence)
+    return logits
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Ids [rows] int64 for logits [rows, vocab] float32; -1 for a row that is not usable."""
+    if batch.kind == SamplingClass.FULL:
+        logits = process(logits, batch)
+    usable = usable_rows(logits)
+    if batch.kind == SamplingClass.GREEDY:
+        return torch.where(usable, logits.argmax(-1), INVALID_ID)
+    greedy = batch.temperature == 0
+    scaled = logits / torch.where(greedy, 1.0, batch.temperature)[:, None]
+    if batch.kind == SamplingClass.FULL and batch.truncated:
+        scaled = apply_min_p(scaled, batch.min_p)
+        scaled = apply_top_k_top_p(scaled, batch.top_k, batch.top_p)
+    noise = gumbel(batch.seed, batch.position, 0, logits.shape[-1])
+    keyed = torch.where(greedy[:, None], logits, scaled + noise)
+    return torch.where(usable, keyed.argmax(-1), INVALID_ID)
+
+
+def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities of the unmodified distribution.
+
+    `logits` [rows, vocab] float32, `chosen` [rows] int64 (negative: treated as id 0). Returns
+    (logprob of chosen [rows], its rank [rows] from 1, top-k logprobs [rows, k], ids [rows, k])."""
+    logprobs = logits.log_softmax(-1)
+    picked = logprobs.gather(-1, chosen.clamp(min=0)[:, None])
+    rank = (logprobs > picked).sum(-1) + 1
+    values, ids = logprobs.topk(min(k, logprobs.shape[-1]), dim=-1)
+    return picked[:, 0], rank, values, ids

@@ -1,0 +1,107 @@
+"""Sampling parameters of the rows of a step, from plan form to the device form the sampler takes.
+
+The result is cached while the same rows keep their places, so a steady decode step builds nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tp_runtime.messages import RowSampling
+from tp_runtime.ops.sampling.sampler import Entries, Penalties, SamplingBatch, SamplingClass
+from tp_runtime.workers.batch_state import BatchState
+from tp_runtime.workers.host_copy import to_device
+
+
+def is_truncated(s: RowSampling) -> bool:
+    return s.temperature != 0 and (s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0)
+
+
+def sampling_class(params: list[RowSampling]) -> SamplingClass:
+    """The least class that serves all of `params`."""
+    if any(is_truncated(s) or s.has_penalties or s.bias_ids or s.blocked_ids for s in params):
+        return SamplingClass.FULL
+    if any(s.temperature != 0 for s in params):
+        return SamplingClass.GUMBEL
+    return SamplingClass.GREEDY
+
+
+def _entries(
+    params: list[RowSampling], name: str, device: torch.device, values: bool = False
+) -> Entries | None:
+    ids = [np.frombuffer(getattr(s, name), dtype=np.int32) for s in params]
+    if not any(len(i) for i in ids):
+        return None
+    rows = np.repeat(np.arange(len(params)), [len(i) for i in ids]).astype(np.int64)
+    entries = Entries(
+        to_device(rows, device), to_device(np.concatenate(ids).astype(np.int64), device)
+    )
+    if values:
+        flat = np.concatenate([np.array(s.bias_values, dtype=np.float32) for s in params])
+        entries.values = to_device(flat, device)
+    return entries
+
+
+def build_batch(params: list[RowSampling], position: Tensor) -> SamplingBatch:
+    """Device form of `params`, one entry per row; `position` [rows] int64. No penalties yet."""
+    device = position.device
+    floats = np.array(
+        [[s.temperature, s.top_p, s.min_p] for s in params], dtype=np.float32
+    ).reshape(-1, 3)
+    ints = np.array(
+        [[s.seed, s.top_k, s.min_position] for s in params], dtype=np.int64
+    ).reshape(-1, 3)
+    f, i = to_device(floats.T, device), to_device(ints.T, device)
+    return SamplingBatch(
+        kind=sampling_class(params),
+        temperature=f[0],
+        top_p=f[1],
+        min_p=f[2],
+        seed=i[0],
+        top_k=i[1],
+        min_position=i[2],
+        position=position,
+        bias=_entries(params, "bias_ids", device, values=True),
+        blocked=_entries(params, "blocked_ids", device),
+        truncated=any(is_truncated(s) for s in params),
+    )
+
+
+class SamplingRows:
+    """Builds and caches `SamplingBatch` for lists of rows of one batch state."""
+
+    def __init__(self, state: BatchState) -> None:
+        self._state = state
+        self._key: tuple[int, tuple[int, ...]] | None = None
+        self._batch: SamplingBatch | None = None
+        self._penalties: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def batch(self, rows: Tensor, host_rows: list[int], position: Tensor) -> SamplingBatch:
+        """`rows` [n] int64 on the device and the same rows on the host; `position` [n] of the
+        tokens to be drawn."""
+        key = (self._state.sampling_version, tuple(host_rows))
+        if self._batch is None or key != self._key:
+            params = [self._state.rows[r].sampling for r in host_rows]
+            self._key, self._batch = key, build_batch(params, position)
+            self._penalties = self._penalty_tensors(params, position.device)
+        batch = dataclasses.replace(self._batch, position=position)
+        counts = self._state.token_counts
+        if self._penalties is not None and counts is not None:
+            batch.penalties = Penalties(
+                counts.in_prompt[rows], counts.counts[rows], *self._penalties
+            )
+        return batch
+
+    @staticmethod
+    def _penalty_tensors(
+        params: list[RowSampling], device: torch.device
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        if not any(s.has_penalties for s in params):
+            return None
+        rows = [[s.repetition_penalty, s.frequency_penalty, s.presence_penalty] for s in params]
+        t = to_device(np.array(rows, dtype=np.float32).T, device)
+        return t[0], t[1], t[2]

@@ -1,0 +1,190 @@
+"""A worker process: one rank, one device, one shard of the model.
+
+`run_worker` is called in a freshly forked child of the keeper and never returns. Its life: join the
+process group, build and load the shard, say how much cache fits, allocate what the coordinator
+decides, then take plans from the ring until told to stop. Any exception ends the process after a
+report: a worker that goes on after an exception would be out of step with the others.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import socket
+import time
+import traceback
+from typing import NoReturn
+
+import torch
+
+from tp_runtime.engine_config import EngineConfig
+from tp_runtime.errors import TPRuntimeError
+from tp_runtime.messages import (
+    AllocateKV,
+    WorkerFailed,
+    WorkerLoaded,
+    WorkerProgress,
+    WorkerReady,
+)
+from tp_runtime.model_config import ModelConfig
+from tp_runtime.ops.attention.registry import choose_backend
+from tp_runtime.ops.group import TPGroup
+from tp_runtime.transport.fd_socket import FdSocket
+from tp_runtime.transport.heartbeat import Heartbeat, Phase
+from tp_runtime.transport.ring import RingReader, RingWriter
+from tp_runtime.transport.worker_fds import WorkerDescriptors
+from tp_runtime.workers.batch_state import BatchState
+from tp_runtime.workers.device import choose_device, choose_dtype, join_group, set_threads
+from tp_runtime.workers.gather_sampler import GatherSampler
+from tp_runtime.workers.kv_cache import KVGeometry, MemoryBefore, max_blocks
+from tp_runtime.workers.loader import count_parameters, fill_dummy, load_weights, model_digest
+from tp_runtime.workers.loop import WorkerLoop
+from tp_runtime.workers.models.registry import build_model
+from tp_runtime.workers.runner import Runner
+from tp_runtime.workers.warm_up import warm_up
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """What a rank builds up on its way to READY."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        rank: int,
+        local_rank: int,
+        world_size: int,
+        local_world_size: int,
+        generation: int,
+        fds: WorkerDescriptors,
+    ) -> None:
+        self.config = config
+        self.rank, self.local_rank = rank, local_rank
+        self.world_size, self.local_world_size = world_size, local_world_size
+        self.generation = generation
+        self.status: FdSocket[AllocateKV] = FdSocket(socket.socket(fileno=fds.status), AllocateKV)
+        self.heartbeat = Heartbeat(fds.heartbeat)
+        self.plans = RingReader(fds.plan_ring, fds.plan_doorbell, local_rank)
+        self.answers = RingWriter(fds.answer_ring, [fds.answer_doorbell]) if rank == 0 else None
+        self.phase = Phase.START
+        self.step = 0
+
+    def enter(self, phase: Phase, step: int = 0) -> None:
+        self.phase, self.step = phase, step
+        self.heartbeat.beat(self.local_rank, step, phase)
+
+    def run(self) -> None:
+        """The whole life; returns after an orderly Stop."""
+        self.enter(Phase.INIT)
+        set_threads(self.local_world_size)
+        device = choose_device(self.config, self.local_rank)
+        before = MemoryBefore.measure(device)
+        group = join_group(
+            device, self.rank, self.world_size, self.generation, self.config.start_timeout_s
+        )
+        runner = self._build(device, group, before)
+        gc.collect()
+        gc.freeze()  # the model's objects never die; the collector need not look at them again
+        self.status.send(WorkerReady(self.rank))
+        loop = WorkerLoop(runner, self.plans, self.answers, self.generation, self.enter)
+        loop.run()
+        self.enter(Phase.STOP)
+        del runner, loop
+        group.comm.close()
+
+    def _build(self, device: torch.device, group: TPGroup, before: MemoryBefore) -> Runner:
+        self.enter(Phase.LOAD)
+        started = time.monotonic()
+        config, model_config = self.config, ModelConfig.from_folder(self.config.model)
+        dtype = choose_dtype(config, model_config, device)
+        max_model_len = config.resolve_max_model_len(model_config.max_position)
+        backend, reason = choose_backend(
+            config.attention_backend,
+            head_size=model_config.head_dim,
+            dtype=dtype,
+            block_size=config.block_size,
+            windows=model_config.windows,
+            device=device,
+        )
+        model = build_model(model_config, group, dtype, device, backend, max_model_len)
+        if config.load_format == "dummy":
+            fill_dummy(model, config.seed)
+        else:
+            load_weights(model, config.model, progress=self._progress if self.rank == 0 else None)
+        model.eval()
+        block_size = config.block_size or backend.default_block_size()
+        geometry = KVGeometry.of(model_config, group, block_size, dtype)
+        per_row = -(-max_model_len // block_size)
+        self.enter(Phase.WARM_UP)
+        peak = warm_up(model, geometry, config, max_model_len, device)
+        self.status.send(
+            WorkerLoaded(
+                rank=self.rank,
+                digest=model_digest(model_config, max_model_len, dtype),
+                num_parameters=count_parameters(model),
+                max_kv_blocks=max_blocks(
+                    config, geometry, device, before, peak, config.max_num_seqs * per_row
+                ),
+                block_size=block_size,
+                kv_block_bytes=geometry.block_bytes,
+                attention_backend=f"{backend.name} ({reason})",
+                load_s=time.monotonic() - started,
+            )
+        )
+        allocate = self._await_allocation()
+        state = BatchState(
+            config.max_num_seqs, per_row, block_size, model_config.vocab_size, device
+        )
+        kv = geometry.allocate(allocate.num_blocks, device)
+        return Runner(model, kv, state, GatherSampler(group, model.lm_head))
+
+    def _await_allocation(self) -> AllocateKV:
+        received = self.status.receive()
+        if received is None:
+            os._exit(1)  # the coordinator is gone; the keeper knows
+        return received[0]
+
+    def _progress(self, text: str) -> None:
+        self.enter(Phase.LOAD)
+        self.status.send(WorkerProgress(self.rank, "load", text))
+
+    def report(self, error: BaseException) -> None:
+        """Tell the coordinator, best effort: it may be gone, and then the exit status speaks."""
+        sentence = str(error) if isinstance(error, TPRuntimeError) else (
+            f"{type(error).__name__}: {error}"
+        )
+        self.status.send(
+            WorkerFailed(
+                rank=self.rank,
+                phase=self.phase.name.lower(),
+                step=self.step,
+                error=sentence[:4000],
+                traceback="".join(traceback.format_exception(error))[-16000:],
+            )
+        )
+
+
+def run_worker(
+    config: EngineConfig,
+    rank: int,
+    local_rank: int,
+    world_size: int,
+    local_world_size: int,
+    generation: int,
+    fds: WorkerDescriptors,
+) -> NoReturn:
+    """Called in the forked child; ends the process: 0 after Stop, 1 after a reported error.
+
+    os._exit, because interpreter teardown after a failed collective can hang in C++ destructors."""
+    worker = Worker(config, rank, local_rank, world_size, local_world_size, generation, fds)
+    try:
+        worker.run()
+    except BaseException as error:
+        try:
+            worker.report(error)
+        except Exception:
+            logger.exception("Rank %d could not report its failure.", rank)
+        os._exit(1)
+    os._exit(0)
