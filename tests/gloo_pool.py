@@ -13,9 +13,11 @@ the `gloo_pool` fixture.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing as mp
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -31,6 +33,8 @@ START_TIMEOUT_S = 120.0
 RUN_TIMEOUT_S = 60.0
 _GRACE_S = 1.0
 """After one rank failed, how long the others may still report their own failure."""
+_TRACE_S = 0.3
+"""Time for a hung rank to write where it hangs."""
 
 
 class PoolFailure(AssertionError):
@@ -44,13 +48,20 @@ class GlooPool:
         self.size = size
         self.alive = False
         self._folder = tempfile.TemporaryDirectory(prefix="gloo_pool_")
-        context = mp.get_context("spawn")
+        self._traces = [Path(self._folder.name) / f"trace_{rank}" for rank in range(size)]
+        # A fork server that has torch loaded starts ten ranks in the time of one import.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "tp_runtime.ops.group"])
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         store = str(Path(self._folder.name) / "store")
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, store, theirs), daemon=True)
+            process = context.Process(
+                target=_serve,
+                args=(rank, size, store, theirs, str(self._traces[rank])),
+                daemon=True,
+            )
             with _environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1"):
                 process.start()
             theirs.close()
@@ -107,17 +118,28 @@ class GlooPool:
                     failures[rank] = value
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
         if failures or waiting:
-            self.close()
             lines = [f"rank {rank} of {self.size}: {text}" for rank, text in failures.items()]
-            hung = sorted(waiting.values())
-            if hung:
-                lines.append(f"ranks {hung} of {self.size} did not answer (waiting in {what})")
+            lines += [
+                f"rank {rank} of {self.size} did not answer; it is at\n{self._where(rank)}"
+                for rank in sorted(waiting.values())
+            ]
+            self.close()
             raise PoolFailure("\n".join([f"{what} failed in the gloo pool", *lines]))
         return [results[rank] for rank in range(self.size)]
 
+    def _where(self, rank: int) -> str:
+        """The Python stack of a rank that does not answer."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(_TRACE_S)
+        return self._traces[rank].read_text()
 
-def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
-    """One rank: joins the group, then runs jobs until the parent goes away."""
+
+def _serve(rank: int, size: int, store: str, pipe: Connection, trace: str) -> None:
+    """One rank: joins the group, then runs jobs until the parent goes away.
+
+    SIGUSR1 makes it write its stack to the file `trace`."""
+    faulthandler.register(signal.SIGUSR1, open(trace, "w"), all_threads=False)  # noqa: SIM115
     import torch
     import torch.distributed as dist
 
