@@ -216,7 +216,8 @@ class RowSampling(Struct, array_like=True, omit_defaults=True):
 
 
 class NewRow(Struct, array_like=True, omit_defaults=True):
-    """A row enters the batch. `prompt_len` separates prompt from generated tokens in `history`
+    """A row enters the batch, at a free place or that of a row which is gone; nothing of the latter
+    stays. Its position is set by its first chunk. `prompt_len` separates prompt from generated tokens in `history`
     (all ids known so far); `history` is sent only where penalties need it."""
 
     row: int
@@ -248,11 +249,14 @@ class Chunk(Struct, array_like=True, omit_defaults=True):
 class StepPlan(Struct, array_like=True, omit_defaults=True):
     """One step, as a delta to the batch state that every rank holds (see workers.batch_state).
 
-    Rows are dense: 0 .. num_rows - 1. The parts are applied in this order: `moves` (all sources
-    are read before any target is written; rows no longer named are gone), `new_rows`, `blocks`;
-    then the step runs: decode rows first (each consumes its last sampled id at its next
-    position), then `chunks`. Sampled ids are answered in that order: decode rows, then chunks
-    with `sample`. `decode_rows` is packed int32; None means rows 0 .. num_rows - 1.
+    Steps of a generation are numbered 1, 2, 3, ... without a gap. Rows are dense: 0 .. num_rows - 1.
+    The parts are applied in this order: `moves` (source, target; all sources are read before any
+    target is written; rows no longer named are gone), `new_rows`, `blocks`, `grown`; then the step
+    runs: decode rows first (each consumes its last sampled id at its next position), then `chunks`.
+    K and V of all tokens of the step are stored before any of them is read: a chunk may attend to
+    blocks that another chunk of the same step fills. Sampled ids are answered in that order:
+    decode rows, then chunks with `sample`. `decode_rows` is packed int32; None means rows
+    0 .. num_rows - 1.
     """
 
     generation: int
@@ -265,6 +269,9 @@ class StepPlan(Struct, array_like=True, omit_defaults=True):
     moves: list[tuple[int, int]] = msgspec.field(default_factory=list)
     new_rows: list[NewRow] = msgspec.field(default_factory=list)
     blocks: list[RowBlocks] = msgspec.field(default_factory=list)
+    grown: bytes = b""
+    """Packed int32 pairs (row, block): the block that holds the position which this decode row
+    feeds in this step, one more in its table. 8 bytes each, however many rows grow at once."""
     check: bool = False
     """Compare a checksum of the device state across ranks in this step."""
 

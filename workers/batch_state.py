@@ -78,6 +78,8 @@ class BatchState:
             self.sampling_version += 1
         if plan.blocks:
             self._append_blocks(plan)
+        if plan.grown:
+            self._grow(plan.grown)
         self.num_rows = plan.num_rows
 
     def _move(self, moves: list[tuple[int, int]]) -> None:
@@ -129,6 +131,12 @@ class BatchState:
             self.device,
         )
         self.block_tables[packed[0], packed[1]] = packed[2].to(torch.int32)
+
+    def _grow(self, grown: bytes) -> None:
+        """The entry is known to the device: that of the position the row feeds next."""
+        pairs = np.frombuffer(grown, dtype=np.int32).reshape(-1, 2).T.astype(np.int64)
+        rows, blocks = to_device(pairs, self.device)
+        self.block_tables[rows, self.position[rows] // self.block_size] = blocks.to(torch.int32)
 
     # ------------------------------------------------------------ steps
 
