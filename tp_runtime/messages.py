@@ -217,8 +217,8 @@ class RowSampling(Struct, array_like=True, omit_defaults=True):
 
 class NewRow(Struct, array_like=True, omit_defaults=True):
     """A row enters the batch, at a free place or that of a row which is gone; nothing of the latter
-    stays. Its position is set by its first chunk. `prompt_len` separates prompt from generated tokens in `history`
-    (all ids known so far); `history` is sent only where penalties need it."""
+    stays. Its position is set by its first chunk. `prompt_len` separates prompt from generated
+    tokens in `history` (all ids known so far); `history` is sent only where penalties need it."""
 
     row: int
     sampling: RowSampling
