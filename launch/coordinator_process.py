@@ -1,0 +1,117 @@
+"""Starting the coordinator, and finding the one that runs.
+
+The first keeper of a host starts it in a session of its own, so that Ctrl-C in a terminal and the
+signals of an elastic agent do not reach it: it ends the server in order, or when the process it
+watches ends. Keepers that torch's elastic agent starts again find the old one still listening.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from tp_runtime.engine_config import EngineConfig
+from tp_runtime.errors import ServerUnavailableError, TPRuntimeError, WorkerFailedError
+from tp_runtime.messages import KeeperCommand
+from tp_runtime.run_folder import ProcessId, RunFolder
+from tp_runtime.transport.fd_socket import FdSocket
+
+COORDINATOR_MODULE = "tp_runtime.coordinator"
+
+
+class CoordinatorProcess:
+    """The coordinator as the keeper sees that started it."""
+
+    def __init__(self, config: EngineConfig, folder: RunFolder, watch: ProcessId) -> None:
+        folder.write_config(config)
+        command = [sys.executable, "-m", COORDINATOR_MODULE]
+        command += ["--config", config.to_json(), "--run-dir", str(folder.path)]
+        command += ["--watch-pid", str(watch.pid)]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        folder.write_coordinator(ProcessId.of(self._process.pid))
+
+    def ended(self) -> int | None:
+        """Exit status as from waitpid, None while it runs."""
+        return self._process.poll()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended within that time."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+def is_listening(folder: RunFolder) -> bool:
+    """Whether a coordinator takes keepers in this folder now."""
+    try:
+        FdSocket[KeeperCommand].connect(folder.keepers_socket, KeeperCommand).close()
+    except ServerUnavailableError:
+        return False
+    return True
+
+
+def connect_to_coordinator(
+    folder: RunFolder,
+    started: CoordinatorProcess | None,
+    timeout_s: float,
+    every_turn: Callable[[], None] = lambda: None,
+) -> FdSocket[KeeperCommand]:
+    """Connect as soon as it listens.
+
+    Raises the recorded failure when there is one, WorkerFailedError when the coordinator started
+    here has ended, ServerUnavailableError when nobody listens within `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        failure = folder.read_failure()
+        if failure is not None:
+            raise failure.error()
+        if started is not None and (status := started.ended()) is not None:
+            raise WorkerFailedError(f"The coordinator ended while it started: {_how(status)}.")
+        try:
+            return FdSocket[KeeperCommand].connect(folder.keepers_socket, KeeperCommand)
+        except ServerUnavailableError:
+            if time.monotonic() > deadline:
+                raise ServerUnavailableError(
+                    f"No coordinator listens at {folder.keepers_socket} after {timeout_s:g} s."
+                ) from None
+        every_turn()
+        time.sleep(0.02)
+
+
+def shared_config(folder: RunFolder, timeout_s: float) -> EngineConfig:
+    """The config that the first keeper shares; waits for it.
+
+    Raises the recorded failure, or ServerUnavailableError after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while (config := folder.read_config()) is None:
+        failure: TPRuntimeError | None = (f := folder.read_failure()) and f.error()
+        if failure is not None:
+            raise failure
+        if time.monotonic() > deadline:
+            raise ServerUnavailableError(
+                f"The first rank of this host shared no settings in {folder.path} within "
+                f"{timeout_s:g} s; it did not start."
+            )
+        time.sleep(0.02)
+    return config
+
+
+def _how(status: int) -> str:
+    if status >= 0:
+        return f"exit status {status}; its message is above"
+    return f"killed by {signal.Signals(-status).name}"
+
+
+def parent_process() -> ProcessId:
+    return ProcessId.of(os.getppid())

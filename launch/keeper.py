@@ -1,0 +1,226 @@
+"""A keeper: the small process torchrun starts per rank. It holds one worker's life in its hand.
+
+It connects to the coordinator, then does what that says: fork a worker, kill it, quit. It stays
+single-threaded and never touches a GPU, so that a fork gives a sound worker at any time. It watches
+four things in one poll: the coordinator's socket, its worker (pidfd), the processes it must not
+outlive (pidfd), and signals (a pipe).
+
+Whatever ends a keeper ends its worker first. It knows nothing of plans, requests or the torch
+store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+from tp_runtime.engine_config import EngineConfig
+from tp_runtime.errors import ProtocolError, ServerUnavailableError
+from tp_runtime.launch import exit_status
+from tp_runtime.launch.keeper_signals import KeeperSignals
+from tp_runtime.launch.parent_death import open_pidfd, send_signal
+from tp_runtime.launch.rank_environment import RankPlace
+from tp_runtime.launch.worker_child import (
+    WORKER_DESCRIPTORS,
+    WorkerMain,
+    fork_hazard,
+    fork_worker,
+)
+from tp_runtime.messages import (
+    PROTOCOL_VERSION,
+    ForkWorker,
+    KeeperCommand,
+    KeeperHello,
+    KillWorker,
+    Quit,
+    WorkerExited,
+    WorkerForked,
+)
+from tp_runtime.run_folder import ProcessId
+from tp_runtime.transport.fd_socket import FdSocket, close_all
+
+REAP_S = 1.0
+"""A killed worker is gone in milliseconds; one stuck in the kernel is left to the kernel."""
+INTERRUPT_S = 1.5
+"""After SIGINT everything must be gone in two seconds, whether the coordinator answers or not."""
+DRAIN_MARGIN_S = 3.0
+"""How much longer than the coordinator's own drain deadline a keeper waits for its word."""
+_TURN_MS = 200
+
+
+class Keeper:
+    """See the module's docstring. `run` returns the exit status for the process.
+
+    `every_turn` is called a few times a second, for showing progress."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        place: RankPlace,
+        coordinator: FdSocket[KeeperCommand],
+        worker_main: WorkerMain,
+        threads: int,
+        signals: KeeperSignals,
+        outlived_by: Sequence[ProcessId],
+        every_turn: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._config = config
+        self._place = place
+        self._coordinator = coordinator
+        self._worker_main = worker_main
+        self._threads = threads
+        self._signals = signals
+        self._every_turn = every_turn
+        self._status: int | None = None
+        self._stop_by = float("inf")
+        self._generation = 0
+        self._worker: int | None = None
+        self._worker_pidfd = -1
+        self._parents = [open_pidfd(process) for process in outlived_by]
+        self.message = ""
+        """What is to be told at the end, for the terminal."""
+        self.gave_up_waiting = False
+        """A signal asked for the end and the coordinator did not bring it about."""
+
+    def run(self) -> int:
+        """Serve the coordinator until something ends this keeper; the worker is gone then."""
+        gc.freeze()  # what is imported by now stays; collecting it would copy pages after a fork
+        place = self._place
+        try:
+            self._coordinator.send(
+                KeeperHello(
+                    version=PROTOCOL_VERSION,
+                    rank=place.rank,
+                    local_rank=place.local_rank,
+                    world_size=place.world_size,
+                    pid=os.getpid(),
+                    host=socket.gethostname(),
+                )
+            )
+        except ServerUnavailableError:
+            return exit_status.COORDINATOR_LOST
+        try:
+            while self._status is None:
+                self._turn()
+            return self._status
+        finally:
+            self._kill_worker()
+            self._reap_worker(REAP_S)
+
+    # ------------------------------------------------------------ the loop
+
+    def _turn(self) -> None:
+        poll = select.poll()
+        watched = [self._coordinator.fileno(), self._signals.fileno(), *self._parents]
+        if self._worker is not None:
+            watched.append(self._worker_pidfd)
+        for fd in watched:
+            poll.register(fd, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll(_TURN_MS)}
+        if self._worker is not None and self._worker_pidfd in ready:
+            self._reap_worker(0.0)
+        if self._signals.fileno() in ready:
+            self._on_signals()
+        if self._coordinator.fileno() in ready and self._status is None:
+            self._on_command()
+        if ready.intersection(self._parents):
+            self._status = exit_status.LAUNCHER_LOST
+        if time.monotonic() >= self._stop_by and self._status is None:
+            self.gave_up_waiting, self._status = True, exit_status.OK
+        self._every_turn()
+
+    def _on_command(self) -> None:
+        try:
+            received = self._coordinator.receive()
+        except ProtocolError as error:
+            self.message, self._status = str(error), exit_status.FAILED
+            return
+        if received is None:
+            # The coordinator ended without Quit. A server that restarts its coordinator begins
+            # here: connect again, say hello, and take the next ForkWorker.
+            self._status = exit_status.COORDINATOR_LOST
+            return
+        command, fds = received
+        if isinstance(command, ForkWorker):
+            self._fork(command, fds)
+            return
+        close_all(fds)
+        if isinstance(command, KillWorker):
+            if command.generation == self._generation:
+                self._kill_worker()
+        elif isinstance(command, Quit):
+            self.message, self._status = command.message, command.status
+
+    def _on_signals(self) -> None:
+        """SIGINT: stop now, SIGTERM: drain. Both through the coordinator, who tells all keepers;
+        a second one that is no echo of the first stops this keeper at once."""
+        for signum in self._signals.take():
+            if self._signals.is_second_wish():
+                self.gave_up_waiting, self._status = True, exit_status.of_signal(signum)
+                return
+            wait = INTERRUPT_S
+            if signum == signal.SIGTERM:
+                wait = self._config.drain_timeout_s + DRAIN_MARGIN_S
+            self._stop_by = min(self._stop_by, time.monotonic() + wait)
+            with contextlib.suppress(ProcessLookupError):
+                send_signal(ProcessId.of(self._coordinator.peer_pid()), signum)
+
+    # ------------------------------------------------------------ the worker
+
+    def _fork(self, command: ForkWorker, fds: list[int]) -> None:
+        self._kill_worker()
+        self._reap_worker(REAP_S)
+        problem = fork_hazard()
+        if self._worker is not None:
+            problem = f"its killed worker {self._worker} does not end; it is stuck in the kernel"
+        if problem is None and len(fds) != WORKER_DESCRIPTORS:
+            problem = f"it was given {len(fds)} descriptors instead of {WORKER_DESCRIPTORS}"
+        if problem is not None:
+            self.message = f"The keeper of rank {self._place.rank} cannot fork: {problem}."
+            self._status = exit_status.NOT_FORKABLE
+            close_all(fds)
+            return
+        self._generation = command.generation
+        self._worker = fork_worker(
+            self._worker_main,
+            self._config,
+            self._place,
+            command.generation,
+            fds,
+            self._threads,
+            self._close_in_child,
+        )
+        close_all(fds)
+        self._worker_pidfd = os.pidfd_open(self._worker)
+        self._tell(WorkerForked(command.generation, self._worker))
+
+    def _close_in_child(self) -> None:
+        self._coordinator.close()
+        self._signals.close()
+        close_all(self._parents)
+
+    def _kill_worker(self) -> None:
+        if self._worker is not None:
+            os.kill(self._worker, signal.SIGKILL)  # not reaped yet, so the pid is still its own
+
+    def _reap_worker(self, timeout_s: float) -> None:
+        if self._worker is None:
+            return
+        poll = select.poll()
+        poll.register(self._worker_pidfd, select.POLLIN)
+        if not poll.poll(timeout_s * 1000):
+            return
+        pid, status = os.waitpid(self._worker, 0)
+        os.close(self._worker_pidfd)
+        self._worker, self._worker_pidfd = None, -1
+        self._tell(WorkerExited(self._generation, pid, os.waitstatus_to_exitcode(status)))
+
+    def _tell(self, message: WorkerForked | WorkerExited) -> None:
+        with contextlib.suppress(ServerUnavailableError):
+            self._coordinator.send(message)  # its end is seen at the next turn
