@@ -1,4 +1,4 @@
-"""Sampling on rank 0 from gathered logits: the plain path, and the reference of the faster ones.
+"""Sampling on rank 0 from gathered logits: the plain path, and the reference of the faster one.
 
 Every rank projects its part of the vocabulary, rank 0 gathers the parts, draws, and broadcasts the
 ids, so all ranks continue with the same token whatever their own rounding.
@@ -6,26 +6,17 @@ ids, so all ranks continue with the same token whatever their own rounding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from tp_runtime.ops.embedding import ParallelLMHead
 from tp_runtime.ops.group import TPGroup
-from tp_runtime.ops.sampling.sampler import SamplingBatch, sample
-
-
-@dataclass
-class Drawn:
-    """`ids` [rows] int64 on every rank; `logits` [rows, vocab] float32 on rank 0 only."""
-
-    ids: Tensor
-    logits: Tensor | None
+from tp_runtime.ops.sampling.sampler import SamplingBatch, TopLogprobs, sample, top_logprobs
+from tp_runtime.workers.sampler import Drawn
 
 
 class GatherSampler:
-    """Draws for all ranks at once; collective: every rank calls `draw` with the same rows."""
+    """See `workers.sampler.Sampler`."""
 
     name = "gather"
 
@@ -33,17 +24,15 @@ class GatherSampler:
         self._group = group
         self._lm_head = lm_head
 
-    def gather(self, local_logits: Tensor) -> Tensor | None:
-        """All columns [rows, vocab] on rank 0, None elsewhere; collective."""
-        return self._lm_head.gather(local_logits)
+    def draw(self, local: Tensor, batch: SamplingBatch, alternatives: int = -1) -> Drawn:
+        logits = self._lm_head.gather(local)
+        if logits is None:
+            return Drawn(self._group.comm.broadcast(torch.empty_like(batch.position)))
+        ids = sample(logits, batch)
+        self._group.comm.broadcast(ids)
+        top = top_logprobs(logits, ids, alternatives) if alternatives >= 0 else None
+        return Drawn(ids, top)
 
-    def draw(self, local_logits: Tensor, batch: SamplingBatch) -> Drawn:
-        """`local_logits` [rows, padded shard of the vocabulary] float32."""
-        logits = self.gather(local_logits)
-        if logits is not None:
-            ids = sample(logits, batch)
-        else:
-            ids = torch.empty_like(batch.position)
-        if self._group.size > 1:
-            self._group.comm.broadcast(ids)
-        return Drawn(ids, logits)
+    def score(self, local: Tensor, targets: Tensor, alternatives: int) -> TopLogprobs | None:
+        logits = self._lm_head.gather(local)
+        return None if logits is None else top_logprobs(logits, targets, alternatives)

@@ -1,7 +1,7 @@
 """Log-probabilities asked for by rows of a step, computed beside the draw on rank 0.
 
-Generated tokens: of the gathered logits the draw was made from, before any transformation. Prompt
-tokens: logits of every position of the chunk, in slices, so that memory stays bounded.
+Generated tokens: of the logits the draw was made from, before any transformation. Prompt tokens:
+logits of every position of the chunk, in slices, so that memory stays bounded.
 """
 
 from __future__ import annotations
@@ -13,22 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from tp_runtime.messages import Chunk, Logprob, RowLogprobs, StepPlan, TokenLogprobs
-from tp_runtime.ops.sampling.sampler import top_logprobs
+from tp_runtime.ops.sampling.sampler import TopLogprobs
 from tp_runtime.workers.batch_state import BatchState
-from tp_runtime.workers.gather_sampler import Drawn, GatherSampler
 from tp_runtime.workers.host_copy import PendingCopy, to_device
+from tp_runtime.workers.sampler import Drawn, Sampler
 
 PROMPT_SLICE = 256
 """Prompt positions projected to the vocabulary at a time (256 x 151,936 x 4 B = 156 MB)."""
 
 
 class PendingTop:
-    """`top_logprobs` of some rows, on its way to the host."""
+    """`TopLogprobs` of some rows, on its way to the host."""
 
-    def __init__(self, logits: Tensor, chosen: Tensor, k: int) -> None:
-        logprob, rank, values, ids = top_logprobs(logits, chosen, k)
-        floats = torch.cat([logprob[:, None], values], dim=1)
-        ints = torch.cat([chosen[:, None], rank[:, None], ids], dim=1)
+    def __init__(self, top: TopLogprobs) -> None:
+        floats = torch.cat([top.chosen[:, None], top.values], dim=1)
+        ints = torch.cat([top.chosen_id[:, None], top.rank[:, None], top.ids], dim=1)
         self._floats, self._ints = PendingCopy(floats), PendingCopy(ints)
 
     def ready(self) -> bool:
@@ -48,16 +47,16 @@ class PendingTop:
 
 @dataclass
 class PendingLogprobs:
-    """`generated[j]` belongs to sampled entry `entries[j]`; `prompts` maps a chunk's index in the
-    plan to its slices."""
+    """What rank 0 will answer with. `generated` has one row per sampled entry, of which those in
+    `wanted` (entry, alternatives) are reported. `prompts` holds, per chunk with prompt logprobs,
+    (entry, alternatives, slices), where the entry of chunk c is -1 - c when it samples nothing."""
 
-    entries: list[int] = field(default_factory=list)
-    wanted: list[int] = field(default_factory=list)
+    wanted: list[tuple[int, int]] = field(default_factory=list)
     generated: PendingTop | None = None
     prompts: list[tuple[int, int, list[PendingTop]]] = field(default_factory=list)
-    """(entry or -1 - chunk index when the chunk samples nothing, alternatives, slices)."""
 
     def ready(self) -> bool:
+        """Never blocks."""
         tops = [t for _, _, slices in self.prompts for t in slices]
         if self.generated is not None:
             tops.append(self.generated)
@@ -68,8 +67,8 @@ class PendingLogprobs:
         found: dict[int, RowLogprobs] = {}
         if self.generated is not None:
             rows = self.generated.rows()
-            for i, k, row in zip(self.entries, self.wanted, rows, strict=True):
-                found[i] = RowLogprobs(i, row.chosen, row.top[:k])
+            for i, k in self.wanted:
+                found[i] = RowLogprobs(i, rows[i].chosen, rows[i].top[:k])
         for i, k, slices in self.prompts:
             entry = found.setdefault(i, RowLogprobs(i, None, []))
             for top in slices:
@@ -77,69 +76,53 @@ class PendingLogprobs:
         return [found[i] for i in sorted(found)]
 
 
-def collect_logprobs(
-    plan: StepPlan,
-    host_sample_rows: list[int],
-    state: BatchState,
-    drawn: Drawn,
-    hidden: Tensor,
-    model: nn.Module,
-    sampler: GatherSampler,
-) -> PendingLogprobs | None:
-    """Collective where a chunk wants prompt logprobs (its logits are gathered): the decision
-    depends on the plan alone, so every rank takes the same branch. Off rank 0 the result holds
-    nothing. None when no row asks."""
-    params = [state.rows[r].sampling for r in host_sample_rows]
-    entries = [i for i, s in enumerate(params) if s.logprobs >= 0]
-    chunk_wants = any(state.rows[c.row].sampling.prompt_logprobs >= 0 for c in plan.chunks)
-    if not entries and not chunk_wants:
-        return None
-    pending = PendingLogprobs()
-    if entries and drawn.logits is not None:
-        at = to_device(np.array(entries, dtype=np.int64), state.device)
-        pending.entries, pending.wanted = entries, [params[i].logprobs for i in entries]
-        most = max(pending.wanted)
-        pending.generated = PendingTop(drawn.logits[at], drawn.ids[at], most)
-    if chunk_wants:
-        _collect_prompts(plan, host_sample_rows, state, hidden, model, sampler, pending)
-    return pending
+class LogprobCollector:
+    """Collective where a chunk wants prompt logprobs: what is done follows from the plan and the
+    batch state alone, so every rank does the same."""
 
+    def __init__(self, state: BatchState, model: nn.Module, sampler: Sampler) -> None:
+        self._state = state
+        self._model = model
+        self._sampler = sampler
 
-def _collect_prompts(
-    plan: StepPlan,
-    host_sample_rows: list[int],
-    state: BatchState,
-    hidden: Tensor,
-    model: nn.Module,
-    sampler: GatherSampler,
-    pending: PendingLogprobs,
-) -> None:
-    sampling_chunks = sum(c.sample for c in plan.chunks)
-    entry = len(host_sample_rows) - sampling_chunks
-    at = hidden.shape[0] - sum(len(c.token_ids) // 4 for c in plan.chunks)
-    for index, chunk in enumerate(plan.chunks):
-        length = len(chunk.token_ids) // 4
-        k = state.rows[chunk.row].sampling.prompt_logprobs
-        key = entry if chunk.sample else -1 - index
-        if k >= 0:
-            tops = _prompt_slices(chunk, hidden[at : at + length], k, model, sampler)
-            pending.prompts.append((key, k, tops))
-        at += length
-        entry += chunk.sample
+    def alternatives(self, host_rows: list[int]) -> int:
+        """The most alternatives any of the sampled rows asks for; -1: none asks for logprobs."""
+        return max((self._state.rows[r].sampling.logprobs for r in host_rows), default=-1)
 
+    def collect(
+        self, plan: StepPlan, host_rows: list[int], drawn: Drawn, hidden: Tensor
+    ) -> PendingLogprobs | None:
+        """`hidden` [tokens, hidden] of the whole step; None when no row of the step asks."""
+        params = [self._state.rows[r].sampling for r in host_rows]
+        pending = PendingLogprobs([(i, s.logprobs) for i, s in enumerate(params) if s.logprobs >= 0])
+        if drawn.top is not None:
+            pending.generated = PendingTop(drawn.top)
+        self._collect_prompts(plan, len(host_rows), hidden, pending)
+        return pending if pending.wanted or pending.prompts else None
 
-def _prompt_slices(
-    chunk: Chunk, hidden: Tensor, k: int, model: nn.Module, sampler: GatherSampler
-) -> list[PendingTop]:
-    """The last position of a chunk predicts a token the chunk does not hold: `next_id`, which is
-    empty on the last chunk of the prompt (that position predicts the sampled token)."""
-    ids = np.frombuffer(chunk.token_ids, dtype=np.int32).astype(np.int64)
-    nexts = np.concatenate([ids[1:], np.frombuffer(chunk.next_id, dtype=np.int32)])
-    targets = to_device(nexts, hidden.device)
-    tops = []
-    for start in range(0, len(nexts), PROMPT_SLICE):
-        part = hidden[start : min(start + PROMPT_SLICE, len(nexts))]
-        logits = sampler.gather(model.compute_logits(part))
-        if logits is not None:
-            tops.append(PendingTop(logits, targets[start : start + len(part)], k))
-    return tops
+    def _collect_prompts(
+        self, plan: StepPlan, num_sampled: int, hidden: Tensor, pending: PendingLogprobs
+    ) -> None:
+        entry = num_sampled - sum(c.sample for c in plan.chunks)
+        at = hidden.shape[0] - sum(len(c.token_ids) // 4 for c in plan.chunks)
+        for index, chunk in enumerate(plan.chunks):
+            length = len(chunk.token_ids) // 4
+            k = self._state.rows[chunk.row].sampling.prompt_logprobs
+            if k >= 0:
+                slices = self._prompt_slices(chunk, hidden[at : at + length], k)
+                pending.prompts.append((entry if chunk.sample else -1 - index, k, slices))
+            at += length
+            entry += chunk.sample
+
+    def _prompt_slices(self, chunk: Chunk, hidden: Tensor, k: int) -> list[PendingTop]:
+        """The last position of a chunk predicts a token the chunk does not hold: `next_id`, which
+        is empty on the last chunk of the prompt (that position predicts the sampled token)."""
+        ids = np.frombuffer(chunk.token_ids + chunk.next_id, dtype=np.int32)[1:].astype(np.int64)
+        targets = to_device(ids, hidden.device)
+        tops = []
+        for start in range(0, len(ids), PROMPT_SLICE):
+            part = targets[start : start + PROMPT_SLICE]
+            local = self._model.compute_logits(hidden[start : start + len(part)])
+            if (top := self._sampler.score(local, part, k)) is not None:
+                tops.append(PendingTop(top))
+        return tops

@@ -20,9 +20,9 @@ from tp_runtime.ops.attention.metadata import (
     PrefillMetadata,
 )
 from tp_runtime.workers.batch_state import BatchState
-from tp_runtime.workers.gather_sampler import GatherSampler
 from tp_runtime.workers.host_copy import PendingCopy, to_device
-from tp_runtime.workers.logprobs import PendingLogprobs, collect_logprobs
+from tp_runtime.workers.logprobs import LogprobCollector, PendingLogprobs
+from tp_runtime.workers.sampler import Sampler
 from tp_runtime.workers.sampling_rows import SamplingRows
 
 
@@ -65,13 +65,14 @@ class Runner:
         model: nn.Module,
         kv: list[LayerKV],
         state: BatchState,
-        sampler: GatherSampler,
+        sampler: Sampler,
     ) -> None:
         self.model = model
         self.kv = kv
         self.state = state
         self.sampler = sampler
         self.sampling = SamplingRows(state)
+        self.logprobs = LogprobCollector(state, model, sampler)
         self._arange = torch.arange(state.max_rows, device=state.device)
 
     @torch.inference_mode()
@@ -89,11 +90,10 @@ class Runner:
         positions = step.positions[step.sample_at] + 1
         batch = self.sampling.batch(step.sample_rows, step.host_sample_rows, positions)
         logits = self.model.compute_logits(hidden[step.sample_at])
-        drawn = self.sampler.draw(logits, batch)
+        alternatives = self.logprobs.alternatives(step.host_sample_rows)
+        drawn = self.sampler.draw(logits, batch, alternatives)
         state.record_sampled(step.sample_rows, drawn.ids)
-        logprobs = collect_logprobs(
-            plan, step.host_sample_rows, state, drawn, hidden, self.model, self.sampler
-        )
+        logprobs = self.logprobs.collect(plan, step.host_sample_rows, drawn, hidden)
         return StepResult(plan, PendingCopy(drawn.ids.to(torch.int32)), logprobs)
 
     # ------------------------------------------------------------ plan -> device

@@ -31,19 +31,17 @@ def sampling_class(params: list[RowSampling]) -> SamplingClass:
 
 
 def _entries(
-    params: list[RowSampling], name: str, device: torch.device, values: bool = False
+    ids_of_rows: list[bytes], values: list[float], device: torch.device
 ) -> Entries | None:
-    ids = [np.frombuffer(getattr(s, name), dtype=np.int32) for s in params]
-    if not any(len(i) for i in ids):
+    """Packed ids per row and one value per id, to device form; None when there are none."""
+    ids = [np.frombuffer(packed, dtype=np.int32) for packed in ids_of_rows]
+    lengths = [len(i) for i in ids]
+    if not any(lengths):
         return None
-    rows = np.repeat(np.arange(len(params)), [len(i) for i in ids]).astype(np.int64)
-    entries = Entries(
-        to_device(rows, device), to_device(np.concatenate(ids).astype(np.int64), device)
-    )
-    if values:
-        flat = np.concatenate([np.array(s.bias_values, dtype=np.float32) for s in params])
-        entries.values = to_device(flat, device)
-    return entries
+    pairs = np.stack([np.repeat(np.arange(len(ids)), lengths), np.concatenate(ids)])
+    device_pairs = to_device(pairs.astype(np.int64), device)
+    device_values = to_device(np.array(values, dtype=np.float32), device)
+    return Entries(device_pairs[0], device_pairs[1], device_values)
 
 
 def build_batch(params: list[RowSampling], position: Tensor) -> SamplingBatch:
@@ -65,8 +63,14 @@ def build_batch(params: list[RowSampling], position: Tensor) -> SamplingBatch:
         top_k=i[1],
         min_position=i[2],
         position=position,
-        bias=_entries(params, "bias_ids", device, values=True),
-        blocked=_entries(params, "blocked_ids", device),
+        bias=_entries(
+            [s.bias_ids for s in params], [v for s in params for v in s.bias_values], device
+        ),
+        blocked=_entries(
+            [s.blocked_ids for s in params],
+            [float("-inf")] * sum(len(s.blocked_ids) // 4 for s in params),
+            device,
+        ),
         truncated=any(is_truncated(s) for s in params),
     )
 

@@ -42,6 +42,7 @@ from tp_runtime.workers.loader import count_parameters, fill_dummy, load_weights
 from tp_runtime.workers.loop import WorkerLoop
 from tp_runtime.workers.models.registry import build_model
 from tp_runtime.workers.runner import Runner
+from tp_runtime.workers.sharded_sampler import ShardedSampler
 from tp_runtime.workers.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
@@ -138,7 +139,8 @@ class Worker:
             config.max_num_seqs, per_row, block_size, model_config.vocab_size, device
         )
         kv = geometry.allocate(allocate.num_blocks, device)
-        return Runner(model, kv, state, GatherSampler(group, model.lm_head))
+        sampler = GatherSampler if config.sampling == "gather" else ShardedSampler
+        return Runner(model, kv, state, sampler(group, model.lm_head))
 
     def _await_allocation(self) -> AllocateKV:
         received = self.status.receive()

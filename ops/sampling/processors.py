@@ -20,12 +20,17 @@ def add_bias(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> Tenso
 
 
 def block_ids(
-    logits: Tensor, rows: Tensor, ids: Tensor, min_position: Tensor, position: Tensor
+    logits: Tensor,
+    rows: Tensor,
+    ids: Tensor,
+    values: Tensor,
+    min_position: Tensor,
+    position: Tensor,
 ) -> Tensor:
-    """-inf at (`rows` [k], `ids` [k]) while `position[row]` < `min_position[row]`."""
+    """Adds `values` [k] (-inf, or 0 for an entry that is off) at (`rows` [k], `ids` [k]) while
+    `position[row]` < `min_position[row]`."""
     blocked = (position < min_position)[rows]
-    values = torch.where(blocked, NEG_INF, logits[rows, ids])
-    return logits.index_put((rows, ids), values)
+    return add_bias(logits, rows, ids, torch.where(blocked, values, 0.0))
 
 
 def penalize(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,11 +50,11 @@ class Penalties:
 
 @dataclass
 class Entries:
-    """Sparse (row, id[, value]) entries: logit bias and blocked ids."""
+    """Sparse (row, id, value) entries, each [k]: logit bias, and blocked ids (value -inf)."""
 
     rows: Tensor
     ids: Tensor
-    values: Tensor | None = None
+    values: Tensor
 
 
 @dataclass
@@ -84,12 +85,10 @@ def usable_rows(logits: Tensor) -> Tensor:
 
 def process(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Everything before temperature: the logits a greedy row takes its argmax of."""
-    if batch.bias is not None and batch.bias.values is not None:
-        logits = add_bias(logits, batch.bias.rows, batch.bias.ids, batch.bias.values)
-    if batch.blocked is not None:
-        logits = block_ids(
-            logits, batch.blocked.rows, batch.blocked.ids, batch.min_position, batch.position
-        )
+    if (e := batch.bias) is not None:
+        logits = add_bias(logits, e.rows, e.ids, e.values)
+    if (e := batch.blocked) is not None:
+        logits = block_ids(logits, e.rows, e.ids, e.values, batch.min_position, batch.position)
     if (p := batch.penalties) is not None:
         logits = penalize(logits, p.in_prompt, p.counts, p.repetition, p.frequency, p.presence)
     return logits
@@ -112,13 +111,24 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return torch.where(usable, keyed.argmax(-1), INVALID_ID)
 
 
-def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities of the unmodified distribution.
+class TopLogprobs(NamedTuple):
+    """Log-probabilities of some rows: of a chosen id, its rank from 1, and of the k likeliest ids
+    in falling order. `chosen_id`, `rank` [rows] int64; `chosen` [rows], `values` [rows, k] float32;
+    `ids` [rows, k] int64."""
 
-    `logits` [rows, vocab] float32, `chosen` [rows] int64 (negative: treated as id 0). Returns
-    (logprob of chosen [rows], its rank [rows] from 1, top-k logprobs [rows, k], ids [rows, k])."""
+    chosen_id: Tensor
+    chosen: Tensor
+    rank: Tensor
+    values: Tensor
+    ids: Tensor
+
+
+def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> TopLogprobs:
+    """Of the unmodified distribution: `logits` [rows, vocab] float32; `chosen` [rows] int64, where
+    a negative id is treated as 0."""
     logprobs = logits.log_softmax(-1)
-    picked = logprobs.gather(-1, chosen.clamp(min=0)[:, None])
+    chosen = chosen.clamp(min=0)
+    picked = logprobs.gather(-1, chosen[:, None])
     rank = (logprobs > picked).sum(-1) + 1
     values, ids = logprobs.topk(min(k, logprobs.shape[-1]), dim=-1)
-    return picked[:, 0], rank, values, ids
+    return TopLogprobs(chosen, picked[:, 0], rank, values, ids)

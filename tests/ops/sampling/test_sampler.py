@@ -185,7 +185,9 @@ def test_blocked_ids_are_impossible_below_min_position_only() -> None:
         temperature=torch.zeros(2),
         position=torch.tensor([5, 6]),
         min_position=torch.tensor([6, 6]),
-        blocked=Entries(torch.tensor([0, 1]), torch.tensor([4, 4])),
+        blocked=Entries(
+            torch.tensor([0, 1]), torch.tensor([4, 4]), torch.full((2,), float("-inf"))
+        ),
     )
     assert sample(logits, b).tolist() == [0, 4]
 
@@ -212,7 +214,8 @@ def test_draws_follow_the_softmax(temperature: float) -> None:
 
 def test_top_logprobs_gives_chosen_rank_and_order() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
-    chosen, rank, values, ids = top_logprobs(logits, torch.tensor([2]), 3)
+    chosen_id, chosen, rank, values, ids = top_logprobs(logits, torch.tensor([2]), 3)
+    assert chosen_id.tolist() == [2]
     expected = logits.log_softmax(-1)
     assert rank.tolist() == [3]
     assert ids.tolist() == [[1, 3, 2]]
