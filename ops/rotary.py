@@ -61,14 +61,15 @@ def rope_frequencies(rope: RopeParameters, max_model_len: int) -> tuple[Tensor, 
     )
 
 
-def _plain(theta: float, dim: int) -> Tensor:
+def _plain(theta: float | Tensor, dim: int) -> Tensor:
     exponent = torch.arange(0, dim, 2, dtype=torch.int64).to(torch.float32) / dim
     return 1.0 / (theta**exponent)
 
 
 def _dynamic(rope: RopeParameters, max_model_len: int) -> Tensor:
     """NTK-aware base for one fixed length (transformers: the length seen so far)."""
-    length = max(max_model_len, rope.max_position)
+    # A tensor, because transformers has one here: the power is then rounded to float32 as there.
+    length = torch.tensor(max(max_model_len, rope.max_position))
     stretch = rope.factor * length / rope.max_position - (rope.factor - 1)
     return _plain(rope.theta * stretch ** (rope.dim / (rope.dim - 2)), rope.dim)
 
@@ -168,6 +169,6 @@ class RotaryEmbedding(nn.Module):
         if q.is_cuda:
             from tp_runtime.ops.kernels.rotary import rotate  # triton: CUDA only
 
-            return rotate(q, positions, self.cos_sin), rotate(k, positions, self.cos_sin)
+            return rotate(q, k, positions, self.cos_sin)
         cos, sin = self.cos_sin[positions].chunk(2, dim=-1)
         return rotate_reference(q, cos, sin), rotate_reference(k, cos, sin)

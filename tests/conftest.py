@@ -1,5 +1,52 @@
-"""Fixtures of all tests: `gloo_pool(size)` gives a pool of real gloo processes (tests.gloo_pool)."""
+"""What holds for all tests.
+
+Fixtures: `gloo_pool(size)`, a pool of real gloo processes (tests.gloo_pool). Settings: no test
+reaches a model hub or sees a server of the person who runs the tests; Triton kernels run in
+Triton's interpreter where there is no GPU; tests marked `gpu` are skipped there.
+"""
 
 from __future__ import annotations
 
-pytest_plugins = ["tests.gloo_pool"]
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["tests.gloo_pool", "tests.seconds_per_folder"]
+
+HAS_GPU = Path("/dev/nvidiactl").exists()
+"""Told without importing torch, which most tests of the coordinator never need."""
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+if not HAS_GPU:
+    # Read when a kernel is defined, so before any test module is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_runtime_folder() -> Iterator[None]:
+    """Run files and sockets of the tests' servers lie apart from everybody else's.
+
+    Not under pytest's own folder: the path of a unix socket may have 107 characters."""
+    before = os.environ.get("XDG_RUNTIME_DIR")
+    folder = tempfile.mkdtemp(prefix="tpr_")
+    os.environ["XDG_RUNTIME_DIR"] = folder
+    yield
+    if before is None:
+        del os.environ["XDG_RUNTIME_DIR"]
+    else:
+        os.environ["XDG_RUNTIME_DIR"] = before
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if HAS_GPU:
+        return
+    no_gpu = pytest.mark.skip(reason="needs a CUDA GPU")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(no_gpu)

@@ -20,6 +20,8 @@ class AttentionBackend(ABC):
     included (None: all)."""
 
     name: str
+    graph_safe: bool
+    """Whether `decode` can be captured in a CUDA graph: no host reads, shapes fixed by the input."""
 
     @classmethod
     @abstractmethod

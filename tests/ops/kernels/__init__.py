@@ -1,0 +1,1 @@
+"""Triton kernels against their references: in the interpreter, or on the GPU where there is one."""
