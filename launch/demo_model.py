@@ -44,7 +44,7 @@ Say = Callable[[str], None]
 
 
 def demo_model_folder(say: Say = print) -> Path:
-    """The converted model's folder, made now if this is the first time (about 40 s).
+    """The converted model's folder, made now if this is the first time (about 10 s).
 
     `say` gets one sentence before every wait of more than 2 s. Two processes at once: one
     converts, the other waits. Raises ConfigError when the weights cannot be had or converted."""
@@ -143,7 +143,7 @@ def _check_gguf(path: Path) -> None:
 
 
 def _convert_in_child(gguf: Path, folder: Path, target: Path, say: Say) -> None:
-    say(f"Converting {DEMO_MODEL_NAME} to safetensors in {target}; once, about half a minute.")
+    say(f"Converting {DEMO_MODEL_NAME} to safetensors in {target}; once, about 10 s.")
     started = time.monotonic()
     command = [sys.executable, "-m", "tp_runtime.launch.convert_gguf", str(gguf), str(folder)]
     done = subprocess.run(
