@@ -1,0 +1,165 @@
+"""Reads an answer: whose tokens these are, and who ends with them.
+
+Knows the plan's record and the sequences, not rows, blocks or the queue. A steady step costs one
+pass over the ids; only an id that could mean something (an end id of any running sequence, -1),
+logprobs, or sequences that ended meanwhile lead to the pass that looks closely.
+"""
+
+from __future__ import annotations
+
+from tp_runtime.coordinator.admission import stop_reason
+from tp_runtime.coordinator.sequence import Sequence, SequenceState, SequenceUpdate
+from tp_runtime.coordinator.steps_in_flight import StepRecord
+from tp_runtime.errors import RequestFailedError, WorkerFailedError
+from tp_runtime.messages import Answer, RowLogprobs, TokenLogprobs, unpack_ids
+
+NOT_FINITE = -1
+"""In place of a sampled id: the row's logits held NaN or plus infinity."""
+
+
+class WatchedIds:
+    """The ids that end at least one of the admitted sequences, and NOT_FINITE."""
+
+    def __init__(self) -> None:
+        self._users: dict[frozenset[int], int] = {}
+        self.ids: frozenset[int] = frozenset((NOT_FINITE,))
+
+    def add(self, seq: Sequence) -> None:
+        users = self._users.get(seq.end_ids, 0)
+        self._users[seq.end_ids] = users + 1
+        if not users:
+            self._rebuild()
+
+    def remove(self, seq: Sequence) -> None:
+        users = self._users[seq.end_ids] - 1
+        if users:
+            self._users[seq.end_ids] = users
+        else:
+            del self._users[seq.end_ids]
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        self.ids = frozenset((NOT_FINITE,)).union(*self._users)
+
+
+def check_answer(
+    answer: Answer, record: StepRecord | None, generation: int, vocab_size: int
+) -> list[int]:
+    """The answer's ids. Raises WorkerFailedError when it is not the answer to `record`: after that
+    nothing that the workers say can be trusted."""
+    if record is None or (answer.generation, answer.step) != (generation, record.step):
+        due = "no answer" if record is None else f"that of step {generation}.{record.step}"
+        raise WorkerFailedError(
+            f"The workers answered step {answer.generation}.{answer.step} where {due} was due."
+        )
+    ids = unpack_ids(answer.token_ids)
+    if len(ids) != len(record.sampled):
+        raise WorkerFailedError(
+            f"The answer to step {record.step} has {len(ids)} token ids; "
+            f"{len(record.sampled)} rows were to be sampled."
+        )
+    if ids and (max(ids) >= vocab_size or min(ids) < NOT_FINITE):
+        raise WorkerFailedError(
+            f"The answer to step {record.step} holds token id {max(ids, key=abs)}; the vocabulary "
+            f"has {vocab_size}."
+        )
+    return ids
+
+
+def read_answer(
+    answer: Answer, ids: list[int], record: StepRecord, watched: WatchedIds, late: bool
+) -> tuple[list[SequenceUpdate], list[SequenceUpdate]]:
+    """Appends the ids to their sequences. One update for each sequence that still runs, and, once
+    more, those with a finish reason: the caller acts on them, states are not changed here.
+
+    `late`: sequences may have ended while this step was under way; their ids are dropped."""
+    sampled = record.sampled
+    if not (late or answer.logprobs or record.chunks) and watched.ids.isdisjoint(ids):
+        updates = []
+        for seq, token_id in zip(sampled, ids, strict=True):
+            seq.tokens.append(token_id)
+            updates.append(SequenceUpdate(seq, token_id))
+        if not record.ending:
+            return updates, []
+    else:
+        if answer.logprobs:
+            _collect_prompt_logprobs(answer, record)
+        logprobs = _chosen_logprobs(answer)
+        updates = [
+            _read_token(seq, token_id, logprobs.get(i))
+            for i, (seq, token_id) in enumerate(zip(sampled, ids, strict=True))
+            if seq.state is not SequenceState.FINISHED
+        ]
+    if record.ending:
+        _end_by_length(record, updates)
+    return updates, [update for update in updates if update.finish_reason is not None]
+
+
+def _read_token(seq: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> SequenceUpdate:
+    if token_id == NOT_FINITE:
+        error = RequestFailedError(
+            f"The model's logits at position {len(seq.tokens)} are not finite (NaN or infinity), "
+            "so no token can be chosen. The weights or the dtype do not bear this input."
+        )
+        return SequenceUpdate(seq, finish_reason="error", error=error)
+    seq.tokens.append(token_id)
+    update = SequenceUpdate(seq, token_id, logprobs=logprobs)
+    if token_id in seq.end_ids and seq.num_generated > seq.params.min_tokens:
+        update.finish_reason = "stop"
+        update.stop_reason = stop_reason(seq, token_id)
+    if seq.prompt_logprobs_due:
+        _deliver_prompt_logprobs(update)
+    return update
+
+
+def _end_by_length(record: StepRecord, updates: list[SequenceUpdate]) -> None:
+    found = {update.seq: update for update in updates}
+    for seq in record.ending:
+        if seq.state is SequenceState.FINISHED:
+            continue
+        update = found.get(seq)
+        if update is None:  # no token was wanted of it
+            update = SequenceUpdate(seq)
+            _deliver_prompt_logprobs(update)
+            updates.append(update)
+        if update.finish_reason is None:
+            update.finish_reason = "length"
+
+
+def _chosen_logprobs(answer: Answer) -> dict[int, TokenLogprobs]:
+    return {
+        entry.i: TokenLogprobs(entry.chosen, entry.top)
+        for entry in answer.logprobs
+        if entry.chosen is not None
+    }
+
+
+def _collect_prompt_logprobs(answer: Answer, record: StepRecord) -> None:
+    """Chunks come in order, so what they say of the prompt is simply appended."""
+    for entry in answer.logprobs:
+        if entry.prompt:
+            seq = _chunk_owner(entry, record)
+            if seq.prompt_logprobs_due:
+                seq.prompt_logprobs += entry.prompt
+
+
+def _chunk_owner(entry: RowLogprobs, record: StepRecord) -> Sequence:
+    if 0 <= entry.i < len(record.sampled):
+        return record.sampled[entry.i]
+    if 0 <= -1 - entry.i < len(record.chunks):
+        return record.chunks[-1 - entry.i].seq
+    raise WorkerFailedError(
+        f"The answer to step {record.step} has logprobs of entry {entry.i}, which is not in it."
+    )
+
+
+def _deliver_prompt_logprobs(update: SequenceUpdate) -> None:
+    seq = update.seq
+    if len(seq.prompt_logprobs) != seq.prompt_len:
+        raise WorkerFailedError(
+            f"The workers answered {len(seq.prompt_logprobs) - 1} prompt logprobs for a prompt of "
+            f"{seq.prompt_len} tokens."
+        )
+    update.prompt_logprobs = seq.prompt_logprobs
+    seq.prompt_logprobs = []
+    seq.prompt_logprobs_due = False
