@@ -43,13 +43,17 @@ class _VocabParallelWeight(nn.Module):
     def shard_ids(self) -> tuple[ShardId, ...]:
         return (None,)
 
+    def full_shape(self, name: str, shard_id: ShardId = None) -> tuple[int, ...]:
+        """Shape of the whole weight, as a checkpoint has it: without padding rows."""
+        return (self.vocab_size, self.hidden_size)
+
     def load_weight(self, name: str, source: TensorSource, shard_id: ShardId = None) -> int:
         """Fills this rank's rows from the whole [vocab, hidden] weight; padding rows become 0.
 
         Returns the number of elements written, padding included. Raises ValueError for an unknown
         name or a wrong shape."""
         parameter = parameter_of(self, name)
-        check_shape(name, source, (self.vocab_size, self.hidden_size))
+        check_shape(name, source, self.full_shape(name))
         real = self.shard.size
         fill(parameter.data[:real], source, 0, Shard(self.shard.start, self.shard.stop))
         parameter.data[real:].zero_()

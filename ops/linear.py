@@ -51,6 +51,11 @@ class PackedColumnLinear(nn.Module):
         """The ids `load_weight` must be called with, once each per parameter."""
         return tuple(self.parts)
 
+    def full_shape(self, name: str, shard_id: ShardId = None) -> tuple[int, ...]:
+        """Shape of the whole "weight" or "bias" of one projection, as a checkpoint has it."""
+        outputs, _ = self.parts[shard_id]
+        return (outputs, self.input_size) if name == "weight" else (outputs,)
+
     def load_weight(self, name: str, source: TensorSource, shard_id: ShardId = None) -> int:
         """Fills this rank's rows of one projection from its whole "weight" or "bias".
 
@@ -61,10 +66,9 @@ class PackedColumnLinear(nn.Module):
                 f"{type(self).__name__} has no shard id {shard_id!r}; "
                 f"known are {', '.join(map(repr, self.parts))}."
             )
-        outputs, shard = self.parts[shard_id]
-        wanted = (outputs, self.input_size) if name == "weight" else (outputs,)
+        shard = self.parts[shard_id][1]
         what = name if shard_id is None else f"{name} of shard {shard_id!r}"
-        check_shape(what, source, wanted)
+        check_shape(what, source, self.full_shape(name, shard_id))
         offset = sum(self.local_sizes[: self.shard_ids.index(shard_id)])
         return fill(parameter.data[offset : offset + shard.size], source, 0, shard)
 
@@ -90,11 +94,12 @@ class ColumnParallelLinear(PackedColumnLinear):
         output_shard: Shard | None = None,
         tile: int = 128,
     ) -> None:
-        shard = output_shard or tile_shard(output_size, group.rank, group.size, tile)
+        if output_shard is None:
+            output_shard = tile_shard(output_size, group.rank, group.size, tile)
         super().__init__(
-            input_size, {None: (output_size, shard)}, bias=bias, dtype=dtype, device=device
+            input_size, {None: (output_size, output_shard)}, bias=bias, dtype=dtype, device=device
         )
-        self.output_shard = shard
+        self.output_shard = output_shard
 
 
 class MergedColumnParallelLinear(PackedColumnLinear):
@@ -184,26 +189,29 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.input_size = input_size
         self.output_size = output_size
-        self.input_shard = input_shard or tile_shard(input_size, group.rank, group.size, tile)
+        if input_shard is None:
+            input_shard = tile_shard(input_size, group.rank, group.size, tile)
+        self.input_shard = input_shard
         self.group = group
-        self.weight = empty_parameter(
-            output_size, self.input_shard.size, dtype=dtype, device=device
-        )
+        self.weight = empty_parameter(output_size, input_shard.size, dtype=dtype, device=device)
         self.bias = empty_parameter(output_size, dtype=dtype, device=device) if bias else None
 
     @property
     def shard_ids(self) -> tuple[ShardId, ...]:
         return (None,)
 
+    def full_shape(self, name: str, shard_id: ShardId = None) -> tuple[int, ...]:
+        """Shape of the whole "weight" or "bias", as a checkpoint has it."""
+        return (self.output_size, self.input_size) if name == "weight" else (self.output_size,)
+
     def load_weight(self, name: str, source: TensorSource, shard_id: ShardId = None) -> int:
         """Fills this rank's input columns from the whole weight, or the whole bias.
 
         Raises ValueError for an unknown name or a wrong shape."""
         parameter = parameter_of(self, name)
+        check_shape(name, source, self.full_shape(name))
         if name == "bias":
-            check_shape(name, source, (self.output_size,))
             return fill(parameter.data, source, 0, Shard(0, self.output_size))
-        check_shape(name, source, (self.output_size, self.input_size))
         return fill(parameter.data, source, 1, self.input_shard)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -46,10 +46,14 @@ class RMSNorm(nn.Module):
     def shard_ids(self) -> tuple[ShardId, ...]:
         return (None,)
 
+    def full_shape(self, name: str, shard_id: ShardId = None) -> tuple[int, ...]:
+        """Shape of the weight, which is never split."""
+        return (self.size,)
+
     def load_weight(self, name: str, source: TensorSource, shard_id: ShardId = None) -> int:
         """Fills the whole weight. Raises ValueError for an unknown name or a wrong shape."""
         parameter = parameter_of(self, name)
-        check_shape(name, source, (self.size,))
+        check_shape(name, source, self.full_shape(name))
         return fill(parameter.data, source, 0, Shard(0, self.size))
 
     @overload
