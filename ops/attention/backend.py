@@ -21,7 +21,7 @@ class AttentionBackend(ABC):
 
     name: str
     graph_safe: bool
-    """Whether `decode` can be captured in a CUDA graph: no host reads, shapes fixed by the input."""
+    """Whether `decode` can be captured in a CUDA graph: it reads no device value on the host."""
 
     @classmethod
     @abstractmethod
