@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from tp_runtime.engine_config import EngineConfig
-from tp_runtime.errors import ServerUnavailableError, TPRuntimeError, WorkerFailedError
+from tp_runtime.errors import ServerUnavailableError, WorkerFailedError
 from tp_runtime.messages import KeeperCommand
 from tp_runtime.run_folder import ProcessId, RunFolder
 from tp_runtime.transport.fd_socket import FdSocket
@@ -95,9 +95,9 @@ def shared_config(folder: RunFolder, timeout_s: float) -> EngineConfig:
     Raises the recorded failure, or ServerUnavailableError after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while (config := folder.read_config()) is None:
-        failure: TPRuntimeError | None = (f := folder.read_failure()) and f.error()
+        failure = folder.read_failure()
         if failure is not None:
-            raise failure
+            raise failure.error()
         if time.monotonic() > deadline:
             raise ServerUnavailableError(
                 f"The first rank of this host shared no settings in {folder.path} within "

@@ -1,7 +1,7 @@
 """How many GPUs this process would see, without CUDA and without torch.
 
-NVML is asked in a child process (`python -m tp_runtime.launch.gpus`): it opens /dev/nvidia*, which a
-keeper must never have open when it forks. What CUDA_VISIBLE_DEVICES hides is applied here, by the
+NVML is asked in a child process (`python -m tp_runtime.launch.gpus`): it opens /dev/nvidia*, which
+a keeper must never have open when it forks. What CUDA_VISIBLE_DEVICES hides is applied here, by the
 rules of the CUDA programming guide (environment variables): a comma-separated list of indices or
 UUID prefixes, read up to the first entry that names no device.
 """
@@ -74,10 +74,9 @@ def _device_of(entry: str, present: tuple[str, ...]) -> str | None:
 
 
 def _ask_nvml() -> tuple[str, ...]:
-    if not os.path.exists("/proc/driver/nvidia") and not os.path.exists("/dev/nvidiactl"):
-        # No driver of this host: saves starting a process. WSL has /dev/dxg instead.
-        if not os.path.exists("/dev/dxg"):
-            return ()
+    # No trace of a driver (WSL has /dev/dxg): saves starting a process.
+    if not any(map(os.path.exists, ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg"))):
+        return ()
     command = [sys.executable, "-m", "tp_runtime.launch.gpus"]
     try:
         done = subprocess.run(

@@ -61,7 +61,6 @@ def wait_gone(processes: Iterable[ProcessId], timeout_s: float) -> list[ProcessI
 
     Children of the caller count as ended when they are zombies; they are not reaped here."""
 
-
     deadline = time.monotonic() + timeout_s
     left = []
     for process in processes:

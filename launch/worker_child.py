@@ -7,6 +7,7 @@ Ctrl-C and SIGTERM to it, and leaves the process only through `os._exit`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -27,7 +28,8 @@ WorkerMain = Callable[[EngineConfig, RankPlace, int, list[int]], None]
 
 def load_worker_main() -> WorkerMain:
     """Import torch and the worker, and return what to call in the child."""
-    from tp_runtime.workers.worker import WorkerDescriptors, run_worker
+    from tp_runtime.transport.worker_fds import WorkerDescriptors
+    from tp_runtime.workers.worker import run_worker
 
     def worker_main(
         config: EngineConfig, place: RankPlace, generation: int, fds: list[int]
@@ -65,10 +67,8 @@ def _thread_name(task: str) -> str:
 def _open_files() -> list[str]:
     targets = []
     for fd in os.listdir("/proc/self/fd"):
-        try:
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             targets.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except FileNotFoundError:
-            pass  # the descriptor of the listing itself
     return targets
 
 

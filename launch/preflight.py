@@ -1,0 +1,55 @@
+"""What can be checked before any process starts: GPUs, the model's config, its files' headers.
+
+Takes well under two seconds and loads neither torch nor CUDA. What it returns is what every process
+of the server sees: a folder instead of a hub name, a device instead of "auto".
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from tp_runtime.checkpoint_files import find_checkpoint, read_header
+from tp_runtime.engine_config import DeviceName, EngineConfig
+from tp_runtime.errors import ConfigError
+from tp_runtime.launch.gpus import Gpus
+from tp_runtime.model_config import ModelConfig
+from tp_runtime.model_folder import resolve_model_folder
+from tp_runtime.model_length import resolve_max_model_len
+
+
+def preflight(config: EngineConfig) -> EngineConfig:
+    """The config with model folder and device resolved.
+
+    May download the model. Raises ConfigError, one sentence, when this could not work."""
+    config.validate()
+    device = _device(config)
+    folder = resolve_model_folder(config.model)
+    model = ModelConfig.from_folder(folder)
+    resolve_max_model_len(config, model)
+    if config.load_format != "dummy":
+        for file in find_checkpoint(folder).files:
+            read_header(file)
+    if config.tensor_parallel_size > model.num_heads:
+        raise ConfigError(
+            f"--tensor-parallel-size {config.tensor_parallel_size} is more than the "
+            f"{model.num_heads} query heads of {config.model}; use at most {model.num_heads}."
+        )
+    name = config.served_model_name or _name_of(config.model, folder)
+    return msgspec.structs.replace(config, model=str(folder), served_model_name=name, device=device)
+
+
+def _name_of(model: str, folder: Path) -> str:
+    return folder.name if os.path.isdir(model) else model
+
+
+def _device(config: EngineConfig) -> DeviceName:
+    if config.device == "cpu":
+        return "cpu"
+    gpus = Gpus.seen()
+    if config.device == "auto" and not gpus.visible:
+        return "cpu"  # there is none, or CUDA_VISIBLE_DEVICES hides them all on purpose
+    gpus.require(config.tensor_parallel_size)
+    return "cuda"

@@ -1,0 +1,236 @@
+"""The torchrun entry: what each rank of a server runs.
+
+    torchrun --nproc-per-node=2 -m tp_runtime.launch.serve MODEL [flags of `tp-runtime serve`]
+
+Each rank becomes a keeper (see launch/keeper.py). The first one of the host checks the settings,
+starts the coordinator and shares the settings through the run folder; the others find both there,
+by the pid and start time of the torchrun that is the parent of all. One server per torchrun.
+
+Signals reach the coordinator through the keepers: TERM lets running requests finish within
+--drain-timeout (torchrun's own grace of 30 s is the limit), INT does not wait. The exit status
+after a signal is torchrun's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tp_runtime.engine_config import EngineConfig
+from tp_runtime.errors import ConfigError, TPRuntimeError, WorkerFailedError
+from tp_runtime.launch import exit_status
+from tp_runtime.launch.coordinator_process import (
+    CoordinatorProcess,
+    connect_to_coordinator,
+    is_listening,
+    parent_process,
+    shared_config,
+)
+from tp_runtime.launch.keeper import Keeper
+from tp_runtime.launch.keeper_signals import KeeperSignals
+from tp_runtime.launch.options import engine_config, engine_options
+from tp_runtime.launch.parent_death import die_with_parent
+from tp_runtime.launch.preflight import preflight
+from tp_runtime.launch.rank_environment import RankPlace, prepare_imports, threads_per_rank
+from tp_runtime.launch.server_notice import ServerNotice
+from tp_runtime.launch.worker_child import WorkerMain, load_worker_main
+from tp_runtime.run_folder import ProcessId, RunFolder, list_servers
+
+CONFIG_WAIT_S = 60.0
+"""How long a rank waits for the first one to check the settings (it may download the model)."""
+
+
+class RankProcess:
+    """One rank's life from the command line to the exit status."""
+
+    def __init__(
+        self, place: RankPlace, folder: RunFolder, agent: ProcessId, coordinator_elsewhere: bool
+    ) -> None:
+        self._place = place
+        self._folder = folder
+        self._agent = agent
+        self._may_start = place.local_rank == 0 and not coordinator_elsewhere
+        self._tells = place.local_rank == 0 and not folder.claimed
+        self._started: CoordinatorProcess | None = None
+        self._signals = KeeperSignals(before_exit=self._abandon)
+
+    def run(self, config: EngineConfig, worker_main: WorkerMain | None = None) -> int:
+        """Keep this rank until the server ends; returns the exit status."""
+        parent = parent_process()
+        threads = threads_per_rank(self._place.local_world_size)
+        prepare_imports(os.environ, self._place)
+        if not die_with_parent(parent.pid):
+            return exit_status.LAUNCHER_LOST
+        try:
+            keeper = self._become_keeper(config, parent, threads, worker_main)
+        except TPRuntimeError as error:
+            refused = isinstance(error, ConfigError)
+            status = exit_status.REFUSED if refused else exit_status.FAILED
+            return self._end(status, error.code, str(error))
+        self._signals.collect()
+        status = keeper.run()
+        if keeper.gave_up_waiting:
+            self._abandon()
+        return self._end(status, WorkerFailedError.code, keeper.message)
+
+    def _become_keeper(
+        self,
+        config: EngineConfig,
+        parent: ProcessId,
+        threads: int,
+        worker_main: WorkerMain | None,
+    ) -> Keeper:
+        if self._may_start and not is_listening(self._folder):
+            self._started = CoordinatorProcess(preflight(config), self._folder, self._agent)
+        notice = ServerNotice(self._folder, silent=not self._tells)
+        shared = shared_config(self._folder, CONFIG_WAIT_S)
+        if worker_main is None:
+            worker_main = self._import_worker()
+        connection = connect_to_coordinator(
+            self._folder, self._started, shared.start_timeout_s, notice.turn
+        )
+        return Keeper(
+            shared,
+            self._place,
+            connection,
+            worker_main,
+            threads,
+            self._signals,
+            sorted({parent, self._agent}, key=lambda process: process.pid),
+            notice.turn,
+        )
+
+    def _import_worker(self) -> WorkerMain:
+        try:
+            return load_worker_main()
+        except Exception as error:
+            raise WorkerFailedError(
+                f"Rank {self._place.rank} could not import the worker "
+                f"({type(error).__name__}: {error}); check the installation of torch."
+            ) from error
+
+    def _abandon(self) -> None:
+        """Ended without the coordinator's word: it has nobody left to serve."""
+        if self._started is not None:
+            self._started.kill()
+            if not self._folder.claimed:
+                self._folder.remove()
+
+    # ------------------------------------------------------------ the end
+
+    def _end(self, status: int, code: str, message: str) -> int:
+        if status == exit_status.COORDINATOR_LOST:
+            message = self._coordinator_lost()
+        new = bool(status and message) and self._record(code, message)
+        failure = self._folder.read_failure()
+        if failure is not None and not self._folder.claimed and (self._tells or new):
+            print(f"tp_runtime: {failure.message}", file=sys.stderr, flush=True)
+        if failure is not None:
+            self._tell_torchrun(failure.message)
+        self._clean_up()
+        if self._folder.claimed and failure is not None:
+            return exit_status.OK  # see launch/exit_status.py
+        return status
+
+    def _coordinator_lost(self) -> str:
+        """The rank that started it says how it ended; the others wait for that word."""
+        if self._started is not None:
+            self._started.wait(1.0)
+            return f"The coordinator ended without a word (status {self._started.ended()})."
+        deadline = time.monotonic() + 2.0
+        while self._folder.read_failure() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return ""
+
+    def _record(self, code: str, message: str) -> bool:
+        with contextlib.suppress(OSError):  # the folder may be gone with the server
+            return self._folder.write_failure(code, message)
+        return False
+
+    def _tell_torchrun(self, message: str) -> None:
+        """torchrun prints this in its own summary of failed ranks."""
+        path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+        if path:
+            extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+            record = {"message": {"message": message, "extraInfo": extra}}
+            with contextlib.suppress(OSError):
+                Path(path).write_text(json.dumps(record))
+
+    def _clean_up(self) -> None:
+        """The coordinator removes the folder when it ends; this is for when it was killed. It may
+        also live on, for the keepers that an elastic agent starts next."""
+        if self._folder.claimed or not self._may_start:
+            return
+        if self._started is None and not is_listening(self._folder):
+            time.sleep(0.3)  # the other ranks read here why there will be no coordinator
+            self._folder.remove()
+        elif self._started is not None and self._started.wait(1.0):
+            self._folder.remove()
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("model", required=False)
+@engine_options
+@click.option("--coordinator", default="", help="Run folder of a coordinator that runs already.")
+@click.option("--engine-config", default="", hidden=True, help="All settings, as JSON.")
+@click.option("--run-dir", default="", hidden=True, help="Run folder made by the launcher.")
+@click.option("--agent-pid", type=int, default=0, hidden=True, help="The torchrun above.")
+@click.pass_context
+def serve_rank(context: click.Context, /, **options: Any) -> None:
+    """Run one rank of a server under torchrun: MODEL is a folder or a hub name."""
+    try:
+        status = _serve_rank(context, options)
+    except TPRuntimeError as error:
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            print(f"tp_runtime: {error}", file=sys.stderr, flush=True)
+        status = exit_status.REFUSED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # nothing to tear down; torch's destructors need not run
+
+
+def _serve_rank(context: click.Context, options: dict[str, Any]) -> int:
+    place = RankPlace.from_environment()
+    agent = ProcessId.of(options.pop("agent_pid") or os.getppid())
+    coordinator, run_dir = options.pop("coordinator"), options.pop("run_dir")
+    config = _config(context, options, place)
+    if coordinator and not RunFolder(coordinator).path.is_dir():
+        raise ConfigError(
+            f"--coordinator {coordinator} is not a folder; give the run folder of a coordinator "
+            "on this host (the folder of its client.sock)."
+        )
+    folder = RunFolder(coordinator or run_dir) if coordinator or run_dir else None
+    if folder is None:
+        folder = RunFolder.for_owner(agent)
+        if place.local_rank == 0:
+            list_servers()  # removes what servers left that were killed
+            folder.create()
+    return RankProcess(place, folder, agent, bool(coordinator)).run(config)
+
+
+def _config(context: click.Context, options: dict[str, Any], place: RankPlace) -> EngineConfig:
+    as_json = options.pop("engine_config")
+    if as_json:
+        return EngineConfig.from_json(as_json)
+    model = options.pop("model")
+    if not model:
+        raise ConfigError("No model was given; give a folder or a hub name after the module name.")
+    given = context.get_parameter_source("tensor_parallel_size")
+    asked = options["tensor_parallel_size"]
+    if given is not click.core.ParameterSource.DEFAULT and asked != place.world_size:
+        raise ConfigError(
+            f"--tensor-parallel-size {asked} contradicts torchrun's {place.world_size} ranks; "
+            "leave it out, the number of ranks is the tensor-parallel size."
+        )
+    return engine_config(model, {**options, "tensor_parallel_size": place.world_size})
+
+
+if __name__ == "__main__":
+    serve_rank()

@@ -1,0 +1,143 @@
+"""`tp-runtime serve`: the server that torchrun starts, with torch's elastic agent in this process.
+
+The order matters: settings are checked before anything starts, signals are taken over before
+threads exist, torch is imported after both. The agent then starts one keeper per rank and starts
+them again when one is lost; everything else is the keepers' and the coordinator's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+
+from tp_runtime.engine_config import EngineConfig
+from tp_runtime.errors import TPRuntimeError, WorkerFailedError
+from tp_runtime.launch import exit_status
+from tp_runtime.launch.descendants import kill_processes
+from tp_runtime.launch.parent_death import send_signal, wait_gone
+from tp_runtime.launch.preflight import preflight
+from tp_runtime.launch.server_notice import ServerNotice
+from tp_runtime.launch.stop_request import StopRequest
+from tp_runtime.run_folder import ProcessId, RunFolder, list_servers
+
+KEEPER_RESTARTS = 3
+"""How often torch's elastic agent replaces the keepers after one was lost."""
+FAILURE_GRACE_S = 1.0
+"""How long a failed server may take to end by itself."""
+_TURN_S = 0.1
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The program that started this server for itself, and its end of a pipe that only it holds."""
+
+    process: ProcessId
+    pipe: int
+    folder: RunFolder
+
+
+def serve(config: EngineConfig, owner: Owner | None = None) -> int:
+    """Run a server until it is told to stop; returns the exit status.
+
+    With an `owner` nothing is printed about failures: the owner reads them from its folder."""
+    list_servers()  # removes what servers left that were killed
+    folder = owner.folder if owner else RunFolder.for_owner(ProcessId.current())
+    try:
+        config = preflight(config)
+    except TPRuntimeError as error:
+        if owner is None:
+            raise
+        folder.write_failure(error.code, str(error))
+        return exit_status.REFUSED
+    folder.create(claimed=True)
+    try:
+        stop = StopRequest(folder, config.drain_timeout_s)
+        if owner is not None:
+            stop.watch_owner(owner.process, owner.pipe)
+        _Watch(folder, stop).start()
+        _run_elastic_agent(config, folder)
+        _end_coordinator(folder)
+        return _result(folder, told_by_owner=owner is not None)
+    finally:
+        if owner is None or not owner.process.alive():
+            folder.remove()
+
+
+class _Watch(threading.Thread):
+    """Tells the terminal what the server does, and ends a failed one that does not end itself."""
+
+    def __init__(self, folder: RunFolder, stop: StopRequest) -> None:
+        super().__init__(name="watch", daemon=True)
+        self._folder = folder
+        self._stop = stop
+        self._notice = ServerNotice(folder, ready_is_news=not folder.private)
+
+    def run(self) -> None:
+        while self._folder.read_failure() is None:
+            if not self._stop.requested:
+                self._notice.turn(self._what())
+            time.sleep(_TURN_S)
+        time.sleep(FAILURE_GRACE_S)
+        kill_processes(self._folder)  # the agent's keepers read the failure and end with 0
+
+    def _what(self) -> str:
+        if self._folder.read_coordinator() is None:
+            return "importing torch in the launcher"
+        return "starting the rank processes (they import torch)"
+
+
+def _run_elastic_agent(config: EngineConfig, folder: RunFolder) -> None:
+    """Blocks until all keepers have ended, restarts included. On the main thread."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "2"  # keepers need milliseconds
+    # The server's own report is what the user reads; the agent's lines are about its children.
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=config.tensor_parallel_size,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder.path / "elastic")),
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="127.0.0.1",
+        max_restarts=KEEPER_RESTARTS,
+    )
+    arguments = ["-m", "tp_runtime.launch.serve", "--run-dir", str(folder.path)]
+    arguments += ["--engine-config", config.to_json()]
+    try:
+        elastic_launch(launch, sys.executable)(*arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        how = failure.signal_name() if failure.exitcode < 0 else f"status {failure.exitcode}"
+        folder.write_failure(
+            WorkerFailedError.code,
+            f"The keeper of rank {rank} ended ({how}) and was started again {KEEPER_RESTARTS} "
+            "times without success; look above for its own message.",
+        )
+
+
+def _end_coordinator(folder: RunFolder) -> None:
+    """It follows its keepers; one that does not is ended here."""
+    coordinator = folder.read_coordinator()
+    if coordinator is not None and wait_gone([coordinator], FAILURE_GRACE_S):
+        send_signal(coordinator, signal.SIGKILL)
+        wait_gone([coordinator], FAILURE_GRACE_S)
+
+
+def _result(folder: RunFolder, told_by_owner: bool) -> int:
+    failure = folder.read_failure()
+    if failure is None:
+        return exit_status.OK
+    if not told_by_owner:
+        print(f"tp_runtime: {failure.message}", file=sys.stderr, flush=True)
+    return exit_status.FAILED
