@@ -68,13 +68,27 @@ class Generate(Struct, tag="generate", omit_defaults=True, forbid_unknown_fields
     add_special_tokens: bool = True
     stream: bool = True
     """False: the coordinator sends one Outputs message with everything when the sample ends."""
+    flush_s: float = 0.0
+    """With `stream`: deltas of a sample are at least so many seconds apart (0: one per step), for
+    clients that only want to be able to resume."""
     detokenize: bool = True
+    own_text: bool = False
+    """True: the generated text is decoded as a text of its own, as it is for `messages`; False:
+    as going on with the prompt's, which keeps its first space. Matters to tokenizers that drop
+    the first space of a text, and only to them."""
     timeout_s: float | None = None
+    """The request fails with code timeout when it has not ended after so many seconds."""
     resume: list[Resume] = msgspec.field(default_factory=list)
+    """Not empty: only the samples listed here are wanted, and each goes on where it stood."""
 
 
 class Cancel(Struct, tag="cancel", forbid_unknown_fields=True):
     request_id: str
+
+
+class Ping(Struct, tag="ping", forbid_unknown_fields=True):
+    """Answered with Alive. The first message of a connection, so that the client knows which
+    coordinator it talks to before it sends requests."""
 
 
 class GetInfo(Struct, tag="get_info", forbid_unknown_fields=True):
@@ -96,7 +110,7 @@ class Detokenize(Struct, tag="detokenize", forbid_unknown_fields=True):
     token_ids: list[int]
 
 
-ClientMessage = Generate | Cancel | GetInfo | Tokenize | Detokenize
+ClientMessage = Generate | Cancel | Ping | GetInfo | Tokenize | Detokenize
 
 # ---------------------------------------------------------------- coordinator -> client
 
@@ -171,6 +185,16 @@ class Info(Struct, tag="info"):
     state: str
     """starting, ready, recovering, draining"""
     stats: dict[str, float] = msgspec.field(default_factory=dict)
+    instance: str = ""
+    """As in Alive; filled in by the front end, like `request_id`."""
+
+
+class Alive(Struct, tag="alive"):
+    """Sent in answer to Ping and to every connected client once a second. `instance` is another
+    one after the coordinator was started again; `state` as in Info."""
+
+    instance: str
+    state: str
 
 
 class Tokenized(Struct, tag="tokenized"):
@@ -180,7 +204,7 @@ class Tokenized(Struct, tag="tokenized"):
     """For Tokenize: the rendered prompt. For Detokenize: the text."""
 
 
-ServerMessage = Accepted | Outputs | Failed | Info | Tokenized
+ServerMessage = Accepted | Outputs | Failed | Info | Alive | Tokenized
 
 # ---------------------------------------------------------------- coordinator -> worker: plans
 
