@@ -21,6 +21,7 @@ FOR_WORKERS = (
     "tp_runtime.messages",
     "tp_runtime.engine_config",
     "tp_runtime.model_config",
+    "tp_runtime.checkpoint_files",
     "tp_runtime.sampling_params",
     "tp_runtime.errors",
 )

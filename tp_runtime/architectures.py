@@ -106,10 +106,10 @@ def find_architecture(config: Mapping[str, Any], where: str) -> Architecture:
 
     Raises ConfigError listing the known ones, or when `model_type` belongs to another one."""
     given = config.get("architectures")
-    names = given if isinstance(given, list) else [given]
+    names = [str(name) for name in given] if isinstance(given, list) else [str(given)]
     found = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
     if found is None:
-        said = ", ".join(map(str, names)) if given else "none"
+        said = ", ".join(names) if given else "none"
         raise ConfigError(
             f"{where} names the architecture {said}, which this runtime does not know; "
             f"it knows {', '.join(ARCHITECTURES)} (docs/adding-a-model.md shows how to add one)."

@@ -61,7 +61,9 @@ def read_rope(
     """The rotary settings of a config.json.
 
     Raises ConfigError for a type that is not implemented, settings per layer type, and missing or
-    unknown fields. `partial_rotary_factor` rotates the first `int(head_dim * factor)` dimensions."""
+    unknown fields. With `partial_rotary_factor` the first `int(head_dim * factor)` dimensions of a
+    head are rotated, as in Phi and GLM. (transformers' classes of our four architectures drop the
+    field when the type is "default" and fail on it otherwise.)"""
     given = _rope_object(config)
     if set(given) & set(layer_types):
         raise ConfigError(

@@ -1,0 +1,51 @@
+"""Qwen3 (arXiv:2505.09388): Llama with a norm over each head of q and k before the rotation.
+
+The head size is not hidden_size / heads. Layers may have a sliding window. The written description
+skips the norms where q, k and v have biases; transformers never skips them, and neither does this.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tp_runtime.model_config import ModelConfig
+from tp_runtime.ops.attention.metadata import AttentionMetadata, LayerKV
+from tp_runtime.ops.norm import RMSNorm
+from tp_runtime.ops.rotary import RotaryEmbedding
+from tp_runtime.workers.models.decoder import CausalLM, Decoder, DecoderLayer, Placement
+from tp_runtime.workers.models.llama import LlamaAttention
+
+
+class Qwen3Attention(LlamaAttention):
+    """o(softmax(rotate(norm(q)) rotate(norm(k))^T / sqrt(head_dim)) v)
+
+    The norms run over head_dim and have one weight [head_dim] for all heads, on every rank."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, rotary: RotaryEmbedding, place: Placement
+    ) -> None:
+        super().__init__(config, layer, rotary, place)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, **place.replicated)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, **place.replicated)
+
+    def forward(
+        self, positions: Tensor, hidden: Tensor, kv: LayerKV, meta: AttentionMetadata
+    ) -> Tensor:
+        """positions [tokens], hidden [tokens, hidden] -> [tokens, hidden]"""
+        q, k, v = self.qkv_proj.split(self.qkv_proj(hidden))
+        q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.rotary(positions, q, k)
+        out: Tensor = self.o_proj(self.attn(q, k, v, kv, meta))
+        return out
+
+
+class Qwen3DecoderLayer(DecoderLayer):
+    attention = Qwen3Attention
+
+
+class Qwen3Model(Decoder):
+    layer = Qwen3DecoderLayer
+
+
+class Qwen3ForCausalLM(CausalLM):
+    decoder = Qwen3Model
