@@ -77,17 +77,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"--listen {self.listen!r} is not an address; give tcp://HOST:PORT or ipc://PATH."
             )
 
-    def resolve_max_model_len(self, model_max: int) -> int:
-        """Tokens of the longest sequence. Raises ConfigError beyond what the model was made for."""
-        if self.max_model_len is None:
-            return model_max
-        if self.max_model_len > model_max:
-            raise ConfigError(
-                f"--max-model-len {self.max_model_len} is longer than the {model_max} positions "
-                "of this model; lower it, or give the model a rope_scaling."
-            )
-        return self.max_model_len
-
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
 

@@ -1,4 +1,4 @@
-"""The device of a rank, its number format, threads, and the process group."""
+"""The device of a rank, its number format, and the process group."""
 
 from __future__ import annotations
 
@@ -43,13 +43,6 @@ def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device)
     if device.type == "cpu":
         return torch.float32
     return _DTYPES.get(model.dtype, torch.bfloat16)
-
-
-def set_threads(world_size_of_host: int) -> None:
-    """Cores of the host shared evenly by its ranks. Called after the fork: the keeper runs with one
-    thread so that no thread pool exists before it."""
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, cores // max(1, world_size_of_host)))
 
 
 def join_group(

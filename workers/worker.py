@@ -28,6 +28,7 @@ from tp_runtime.messages import (
     WorkerReady,
 )
 from tp_runtime.model_config import ModelConfig
+from tp_runtime.model_length import resolve_max_model_len
 from tp_runtime.ops.attention.registry import choose_backend
 from tp_runtime.ops.group import TPGroup
 from tp_runtime.transport.fd_socket import FdSocket
@@ -35,7 +36,7 @@ from tp_runtime.transport.heartbeat import Heartbeat, Phase
 from tp_runtime.transport.ring import RingReader, RingWriter
 from tp_runtime.transport.worker_fds import WorkerDescriptors
 from tp_runtime.workers.batch_state import BatchState
-from tp_runtime.workers.device import choose_device, choose_dtype, join_group, set_threads
+from tp_runtime.workers.device import choose_device, choose_dtype, join_group
 from tp_runtime.workers.gather_sampler import GatherSampler
 from tp_runtime.workers.kv_cache import KVGeometry, MemoryBefore, max_blocks
 from tp_runtime.workers.loader import count_parameters, fill_dummy, load_weights, model_digest
@@ -57,13 +58,12 @@ class Worker:
         rank: int,
         local_rank: int,
         world_size: int,
-        local_world_size: int,
         generation: int,
         fds: WorkerDescriptors,
     ) -> None:
         self.config = config
         self.rank, self.local_rank = rank, local_rank
-        self.world_size, self.local_world_size = world_size, local_world_size
+        self.world_size = world_size
         self.generation = generation
         self.status: FdSocket[AllocateKV] = FdSocket(socket.socket(fileno=fds.status), AllocateKV)
         self.heartbeat = Heartbeat(fds.heartbeat)
@@ -79,7 +79,6 @@ class Worker:
     def run(self) -> None:
         """The whole life; returns after an orderly Stop."""
         self.enter(Phase.INIT)
-        set_threads(self.local_world_size)
         device = choose_device(self.config, self.local_rank)
         before = MemoryBefore.measure(device)
         group = join_group(
@@ -100,7 +99,7 @@ class Worker:
         started = time.monotonic()
         config, model_config = self.config, ModelConfig.from_folder(self.config.model)
         dtype = choose_dtype(config, model_config, device)
-        max_model_len = config.resolve_max_model_len(model_config.max_position)
+        max_model_len = resolve_max_model_len(config, model_config)
         backend, reason = choose_backend(
             config.attention_backend,
             head_size=model_config.head_dim,
@@ -173,14 +172,13 @@ def run_worker(
     rank: int,
     local_rank: int,
     world_size: int,
-    local_world_size: int,
     generation: int,
     fds: WorkerDescriptors,
 ) -> NoReturn:
-    """Called in the forked child; ends the process: 0 after Stop, 1 after a reported error.
+    """Called in the forked child, where the number of threads is set already; ends the process: 0 after Stop, 1 after a reported error.
 
     os._exit, because interpreter teardown after a failed collective can hang in C++ destructors."""
-    worker = Worker(config, rank, local_rank, world_size, local_world_size, generation, fds)
+    worker = Worker(config, rank, local_rank, world_size, generation, fds)
     try:
         worker.run()
     except BaseException as error:

@@ -54,6 +54,7 @@ class GroupState(enum.Enum):
     READY = "ready"
     FAILING = "failing"
     KILLING = "killing"
+    STOPPING = "stopping"
     OVER = "over"
 
 
@@ -189,7 +190,7 @@ class WorkerGroup:
         place.pid, place.exit_status = message.pid, message.status
         if self.state is GroupState.KILLING:
             self._advance_killing()
-        elif self.state is not GroupState.OVER:
+        elif self.state not in (GroupState.OVER, GroupState.STOPPING):
             self._from_worker(rank)  # what it said before its end is the better report
             if all(f.rank != rank for f in self._failures):
                 phase, step = self._progress_of(rank)
@@ -201,7 +202,7 @@ class WorkerGroup:
         keeper.close()
         if self.generation is not None and (place := self.generation.places[rank]):
             place.exit_status = place.exit_status if place.exit_status is not None else -9
-        if self.state is GroupState.OVER:
+        if self.state in (GroupState.OVER, GroupState.STOPPING):
             return
         phase, step = self._progress_of(rank)
         self._fail(Failure(Kind.KEEPER_LOST, rank, phase, step, "its keeper process is gone"))
@@ -302,6 +303,15 @@ class WorkerGroup:
         phase, step = self._progress_of(rank)
         self._fail(Failure(Kind.HUNG, rank, phase, step, f"hangs ({seconds:.1f} s)"))
 
+    def fail_answer(self, error: str) -> None:
+        """Rank 0 answered something that does not belong to the oldest step under way."""
+        phase, step = self._progress_of(0)
+        self._fail(Failure(Kind.RAISED, 0, phase, step, error))
+
+    def expect_exit(self) -> None:
+        """The workers were told to stop; their ends are no failures from here on."""
+        self._enter(GroupState.STOPPING)
+
     def slowest_rank(self) -> int:
         """The rank whose heartbeat is furthest behind."""
         if self.generation is None:
@@ -310,7 +320,7 @@ class WorkerGroup:
         return min(beats, key=lambda b: (b[0].step, b[0].phase != Phase.RUN, -b[0].age_s))[1]
 
     def _fail(self, failure: Failure) -> None:
-        if self.state in (GroupState.KILLING, GroupState.OVER):
+        if self.state in (GroupState.KILLING, GroupState.STOPPING, GroupState.OVER):
             return
         self._failures.append(failure)
         if self.state is not GroupState.FAILING:

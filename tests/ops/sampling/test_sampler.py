@@ -145,7 +145,9 @@ def test_every_parameter_equals_an_independent_implementation(trial: int) -> Non
     noise = gumbel(b.seed, b.position, 0, vocab).numpy()
     expected = [
         reference(
-            logits[i], noise[i], params[i],
+            logits[i],
+            noise[i],
+            params[i],
             {"bias": bias[i], "prompt": prompt[i], "counts": counts[i]},
         )
         for i in range(rows)

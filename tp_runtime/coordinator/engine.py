@@ -1,0 +1,238 @@
+"""The coordinator's main thread: requests in, plans out, answers in, updates out.
+
+One loop over one epoll: the inbox (requests, cancels), the answer ring, keepers and workers, the
+launcher's pidfd, signals. After every turn the scheduler forms plans until its window is full.
+Text and client sockets live on other threads; they are reached through `Inbox` and `Outlet`.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections import deque
+
+import msgspec
+
+from tp_runtime.coordinator.event_loop import EventLoop
+from tp_runtime.coordinator.failure import Failure
+from tp_runtime.coordinator.inbox import Inbox
+from tp_runtime.coordinator.limits import SchedulerLimits
+from tp_runtime.coordinator.outlet import Outlet
+from tp_runtime.coordinator.request_table import RequestTable
+from tp_runtime.coordinator.scheduler import Scheduler
+from tp_runtime.coordinator.worker_group import CacheAgreement, GroupState, WorkerGroup
+from tp_runtime.engine_config import EngineConfig
+from tp_runtime.errors import ProtocolError, WorkerFailedError
+from tp_runtime.messages import Answer, KeeperMessage, Stop, encode
+from tp_runtime.model_config import ModelConfig
+from tp_runtime.model_length import resolve_max_model_len
+from tp_runtime.run_folder import RunFolder
+from tp_runtime.transport.fd_socket import FdListener
+from tp_runtime.transport.signal_pipe import SignalPipe
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.1
+"""How often deadlines are looked at."""
+STOP_S = 1.0
+"""How long workers may take to end in order before their keepers kill them."""
+FLUSH_S = 1.0
+"""How long the last messages to clients may take at the end."""
+
+_decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+class Engine:
+    """`run` returns the exit status of the coordinator. Implements `GroupEvents`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        inbox: Inbox,
+        outlet: Outlet,
+        listener: FdListener[KeeperMessage],
+        folder: RunFolder,
+        launcher_pidfd: int,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._inbox = inbox
+        self._outlet = outlet
+        self._folder = folder
+        self._loop = EventLoop()
+        self._signals = SignalPipe({signal.SIGTERM, signal.SIGINT})
+        self._published: deque[float] = deque()
+        self._draining_since: float | None = None
+        self._status: int | None = None
+        self.scheduler: Scheduler | None = None
+        self.requests = RequestTable(outlet, config.max_num_queued_requests)
+        self.group = WorkerGroup(config, listener, self._loop, self)
+        self._loop.watch(inbox.fileno(), self._from_inbox)
+        self._loop.watch(launcher_pidfd, self._launcher_gone)
+        self._loop.watch(self._signals.fileno(), self._on_signals)
+        self._say("starting", f"waiting for {self.group.size} rank processes (they import torch)")
+
+    # ------------------------------------------------------------ the loop
+
+    def run(self) -> int:
+        """Until stopped, or given up, or the launcher is gone."""
+        next_tick = time.monotonic()
+        while self._status is None:
+            self._publish()
+            self._loop.turn(TICK_S)
+            now = time.monotonic()
+            if now >= next_tick:
+                next_tick = now + TICK_S
+                self._tick(now)
+        return self._status
+
+    def _tick(self, now: float) -> None:
+        self.group.tick()
+        self.requests.expire(now)
+        if self._published and now - self._published[0] > self._config.step_deadline_s:
+            self.group.fail_hung(self.group.slowest_rank(), now - self._published[0])
+        if self._draining_since is not None and self._drained(now):
+            self._stop_workers()
+
+    # ------------------------------------------------------------ clients
+
+    def _from_inbox(self) -> None:
+        for item in self._inbox.drain():
+            self.requests.take(item)
+
+    # ------------------------------------------------------------ steps
+
+    def _publish(self) -> None:
+        scheduler, generation = self.scheduler, self.group.generation
+        if scheduler is None or generation is None or self.group.state is not GroupState.READY:
+            return
+        while (plan := scheduler.plan()) is not None:
+            try:
+                generation.plans.write(encode(plan), timeout_s=self._config.step_deadline_s)
+            except WorkerFailedError:
+                self.group.fail_hung(self.group.slowest_rank(), self._config.step_deadline_s)
+                return
+            self._published.append(time.monotonic())
+
+    def _from_answers(self) -> None:
+        scheduler, generation = self.scheduler, self.group.generation
+        if scheduler is None or generation is None:
+            return
+        while (message := generation.answers.try_read()) is not None:
+            try:
+                updates = scheduler.commit(_decode_answer(message))
+            except (WorkerFailedError, ProtocolError, msgspec.DecodeError) as error:
+                self.group.fail_answer(str(error))
+                return
+            self._published.popleft()
+            if updates:
+                self.requests.ended(updates)
+                self._outlet.updates(updates)
+
+    # ------------------------------------------------------------ GroupEvents
+
+    def on_ready(self, agreement: CacheAgreement) -> None:
+        generation = self.group.generation
+        if generation is None:
+            return
+        limits = self._limits(agreement)
+        if self.scheduler is None:
+            self.scheduler = Scheduler(limits, generation.number)
+            self.requests.open(self.scheduler)
+        else:
+            updates = self.scheduler.reset(generation.number, limits)
+            self.requests.ended(updates)
+            self._outlet.updates(updates)
+        self._published.clear()
+        self._loop.watch(generation.answers.doorbell, self._from_answers)
+        self._outlet.ready(agreement, limits)
+        self._say("ready")
+        logger.info(
+            "Ready: %d ranks, attention %s, %d KV blocks of %d tokens, %d parameters.",
+            self.group.size,
+            agreement.attention_backend,
+            agreement.num_blocks,
+            agreement.block_size,
+            agreement.num_parameters,
+        )
+
+    def on_failed(self, failures: list[Failure]) -> None:
+        generation = self.group.generation
+        if generation is not None:
+            self._loop.unwatch(generation.answers.doorbell)
+        self._published.clear()
+        if self.scheduler is not None:
+            self._say("recovering", "workers are being replaced")
+
+    def on_progress(self, text: str) -> None:
+        self._say("starting" if self.scheduler is None else "recovering", text)
+
+    def on_over(self, block: str) -> None:
+        error = WorkerFailedError(block)
+        self._folder.write_failure(error.code, block)
+        self.requests.fail_all(error)
+        self._end(1)
+
+    # ------------------------------------------------------------ the end
+
+    def _launcher_gone(self) -> None:
+        self._status = 1
+
+    def _on_signals(self) -> None:
+        for signum in self._signals.take():
+            if signum == signal.SIGINT or self._draining_since is not None:
+                self.requests.fail_all(WorkerFailedError("The server was stopped."))
+                self._end(0)
+                return
+            self._draining_since = time.monotonic()
+            self.requests.refuse("The server is stopping and takes no new requests.")
+            self._say("draining", "running requests may finish")
+
+    def _drained(self, now: float) -> bool:
+        since = self._draining_since
+        late = since is not None and now - since > self._config.drain_timeout_s
+        return late or self.requests.idle or self.group.state is not GroupState.READY
+
+    def _stop_workers(self) -> None:
+        """In order: the workers leave their loop, then the keepers go."""
+        self._draining_since = None
+        self.requests.fail_all(WorkerFailedError("The server was stopped before the end."))
+        generation, scheduler = self.group.generation, self.scheduler
+        if generation is not None and scheduler is not None:
+            stop = Stop(generation.number, scheduler.next_step)
+            generation.plans.write(encode(stop), timeout_s=STOP_S)
+            deadline = time.monotonic() + STOP_S
+            self.group.expect_exit()
+            while not generation.all_exited and time.monotonic() < deadline:
+                self._loop.turn(0.02)
+        self._end(0)
+
+    def _end(self, status: int) -> None:
+        self._outlet.close(FLUSH_S)
+        self.group.quit(status)
+        self._status = status
+
+    # ------------------------------------------------------------ small things
+
+    def _limits(self, agreement: CacheAgreement) -> SchedulerLimits:
+        config = self._config
+        return SchedulerLimits(
+            max_model_len=resolve_max_model_len(config, self._model),
+            vocab_size=self._model.vocab_size,
+            num_blocks=agreement.num_blocks,
+            block_size=agreement.block_size,
+            eos_token_ids=frozenset(self._model.eos_token_ids),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_queued_requests=config.max_num_queued_requests,
+            enable_prefix_caching=config.enable_prefix_caching,
+            run_ahead=config.run_ahead,
+            graph_sizes=agreement.graph_sizes,
+            check_every=1 if config.check else 0,
+        )
+
+    def _say(self, state: str, text: str = "") -> None:
+        self._folder.write_status(state, text)
+        self._outlet.state(state, text)

@@ -1,0 +1,75 @@
+"""The coordinator process: puts its parts together and runs the engine on the main thread.
+
+    python -m tp_runtime.coordinator --config JSON --run-dir DIR --watch-pid PID
+
+Started by the first keeper in a session of its own. It loads no torch, binds its sockets before it
+publishes their addresses, and ends with the process it watches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from tp_runtime.coordinator.engine import Engine
+from tp_runtime.coordinator.front import Front
+from tp_runtime.engine_config import EngineConfig
+from tp_runtime.errors import TPRuntimeError
+from tp_runtime.messages import KeeperMessage
+from tp_runtime.model_config import ModelConfig
+from tp_runtime.run_folder import ProcessId, RunFolder, ServerInfo
+from tp_runtime.transport.fd_socket import FdListener
+
+GC_THRESHOLDS = (50_000, 20, 50)
+"""Objects of a step die at once by reference count; a collection finds next to nothing and takes
+longer the more requests there are, so it is made rare."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 stopped as asked, 1 given up (the cause is in failure.json)."""
+    parser = argparse.ArgumentParser(prog="tp_runtime.coordinator", description=__doc__)
+    parser.add_argument("--config", required=True, help="EngineConfig as JSON")
+    parser.add_argument("--run-dir", required=True, help="run folder of the server")
+    parser.add_argument("--watch-pid", type=int, required=True, help="end with this process")
+    given = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="tp_runtime: %(message)s", stream=sys.stderr)
+    folder = RunFolder(given.run_dir)
+    try:
+        launcher = os.pidfd_open(given.watch_pid)
+    except ProcessLookupError:
+        return 1
+    try:
+        return _serve(EngineConfig.from_json(given.config), folder, launcher)
+    except TPRuntimeError as error:
+        folder.write_failure(error.code, str(error))
+        return 1
+    finally:
+        folder.close()
+
+
+def _serve(config: EngineConfig, folder: RunFolder, launcher: int) -> int:
+    listener: FdListener[KeeperMessage] = FdListener(folder.keepers_socket, KeeperMessage)
+    model = ModelConfig.from_folder(config.model)
+    front = Front(config, model, folder.client_socket)
+    engine = Engine(config, model, front.inbox, front.outlet, listener, folder, launcher)
+    front.start()
+    folder.write_server(
+        ServerInfo(
+            address=front.address,
+            model=config.served_model_name or config.model,
+            tensor_parallel_size=config.tensor_parallel_size,
+            device=config.device,
+            process=ProcessId.current(),
+        )
+    )
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+    try:
+        return engine.run()
+    finally:
+        listener.close()
