@@ -69,3 +69,16 @@ class AttentionBackend(ABC):
         window: int | None,
     ) -> Tensor:
         """q [B, H, D], one token per sequence -> [B, H, D] in q's dtype; zero for padding rows."""
+
+
+def cuda_reason(device: torch.device, capability: tuple[int, int]) -> str | None:
+    """Why `device` is not a CUDA GPU of at least this compute capability; None when it is."""
+    if device.type != "cuda":
+        return f"it needs a CUDA GPU and the device is {device.type}"
+    found = torch.cuda.get_device_capability(device)
+    if found < capability:
+        return (
+            f"it needs compute capability {capability[0]}.{capability[1]} and the GPU has "
+            f"{found[0]}.{found[1]}"
+        )
+    return None

@@ -1,0 +1,99 @@
+"""Attention by this project's own Triton kernels: any block size, sliding windows, float32.
+
+The back-end where no FlashAttention is installed, or where it does not do what is asked.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from tp_runtime.ops.attention.backend import AttentionBackend, cuda_reason
+from tp_runtime.ops.attention.metadata import DecodeMetadata, PrefillMetadata
+
+_MAX_HEAD = 256
+"""Wider heads would need more shared memory and registers than a program has."""
+
+
+class TritonBackend(AttentionBackend):
+    """CUDA, compute capability 8.0 or newer."""
+
+    name = "triton"
+    graph_safe = True
+
+    def __init__(self) -> None:
+        from tp_runtime.ops.kernels import paged_decode, paged_prefill  # needs triton
+
+        self._decode = paged_decode
+        self._prefill = paged_prefill
+
+    @classmethod
+    def supports(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        block_size: int | None,
+        window: int | None,
+        device: torch.device,
+    ) -> str | None:
+        if importlib.util.find_spec("triton") is None:
+            return "the package triton is not installed"
+        if head_size > _MAX_HEAD:
+            return f"heads of {head_size} are larger than {_MAX_HEAD}"
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"{dtype} is none of float32, bfloat16, float16"
+        return cuda_reason(device, (8, 0))
+
+    @classmethod
+    def default_block_size(cls) -> int:
+        return 16
+
+    def prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        meta: PrefillMetadata,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        cached = meta.block_tables is not None
+        return self._prefill.paged_prefill(
+            q,
+            k_cache if cached else k,
+            v_cache if cached else v,
+            meta.cu_seqlens_q,
+            meta.context_lens,
+            meta.block_tables,
+            meta.max_seqlen_q,
+            scale,
+            window,
+        )
+
+    def decode(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        meta: DecodeMetadata,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        processors = 1
+        if q.is_cuda:
+            processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+        longest = min(meta.max_context_len, window or meta.max_context_len)
+        return self._decode.paged_decode(
+            q,
+            k_cache,
+            v_cache,
+            meta.context_lens,
+            meta.block_tables,
+            scale,
+            window,
+            self._decode.splits_for(q.shape[0], k_cache.shape[2], longest, processors),
+        )
