@@ -120,8 +120,8 @@ class RankProcess:
         """Ended without the coordinator's word: it has nobody left to serve."""
         if self._started is not None:
             self._started.kill()
-            if not self._folder.claimed:
-                self._folder.remove()
+        if self._may_start and not self._folder.claimed and not is_listening(self._folder):
+            self._folder.remove()
 
     # ------------------------------------------------------------ the end
 
@@ -130,10 +130,11 @@ class RankProcess:
             message = self._coordinator_lost()
         new = bool(status and message) and self._record(code, message)
         failure = self._folder.read_failure()
-        if failure is not None and not self._folder.claimed and (self._tells or new):
-            print(f"tp_runtime: {failure.message}", file=sys.stderr, flush=True)
-        if failure is not None:
-            self._tell_torchrun(failure.message)
+        cause = failure.message if failure is not None else message
+        if status and cause:
+            if self._tells or (new and not self._folder.claimed):
+                print(f"tp_runtime: {cause}", file=sys.stderr, flush=True)
+            self._tell_torchrun(cause)
         self._clean_up()
         if self._folder.claimed and failure is not None:
             return exit_status.OK  # see launch/exit_status.py
