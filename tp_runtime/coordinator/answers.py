@@ -38,6 +38,10 @@ class WatchedIds:
             del self._users[seq.end_ids]
             self._rebuild()
 
+    @property
+    def num_users(self) -> int:
+        return sum(self._users.values())
+
     def _rebuild(self) -> None:
         self.ids = frozenset((NOT_FINITE,)).union(*self._users)
 
@@ -58,12 +62,19 @@ def check_answer(
             f"The answer to step {record.step} has {len(ids)} token ids; "
             f"{len(record.sampled)} rows were to be sampled."
         )
-    if ids and (max(ids) >= vocab_size or min(ids) < NOT_FINITE):
-        raise WorkerFailedError(
-            f"The answer to step {record.step} holds token id {max(ids, key=abs)}; the vocabulary "
-            f"has {vocab_size}."
-        )
+    # Read without sign, a negative id is larger than any vocabulary: one pass finds both faults.
+    if ids and max(memoryview(answer.token_ids).cast("I")) >= vocab_size:
+        _check_range(ids, record.step, vocab_size)
     return ids
+
+
+def _check_range(ids: list[int], step: int, vocab_size: int) -> None:
+    for token_id in ids:
+        if token_id >= vocab_size or token_id < NOT_FINITE:
+            raise WorkerFailedError(
+                f"The answer to step {step} holds token id {token_id}; the vocabulary has "
+                f"{vocab_size}."
+            )
 
 
 def read_answer(
@@ -75,10 +86,9 @@ def read_answer(
     `late`: sequences may have ended while this step was under way; their ids are dropped."""
     sampled = record.sampled
     if not (late or answer.logprobs or record.chunks) and watched.ids.isdisjoint(ids):
-        updates = []
         for seq, token_id in zip(sampled, ids, strict=True):
             seq.tokens.append(token_id)
-            updates.append(SequenceUpdate(seq, token_id))
+        updates = list(map(SequenceUpdate, sampled, ids))
         if not record.ending:
             return updates, []
     else:

@@ -120,7 +120,7 @@ class BlockPool:
             if len(set(table)) != len(table):
                 raise TPRuntimeError(f"A block is twice in one table: {list(table)}.")
             held.update(table)
-        free = Counter(self._free) + Counter(self._cached)
+        free = Counter([*self._free, *self._cached])
         for block in range(self.num_blocks):
             references, digest = self._references[block], self._hash_of[block]
             if references != held[block]:

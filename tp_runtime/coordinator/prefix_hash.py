@@ -25,5 +25,5 @@ def extend_hashes(hashes: list[bytes], tokens: array[int], block_size: int) -> N
     blake2b = hashlib.blake2b
     for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
         ids = tokens[start : start + block_size].tobytes()
-        parent = blake2b(parent + ids, digest_size=DIGEST_BYTES).digest()
+        parent = blake2b(parent + ids).digest()[:DIGEST_BYTES]
         hashes.append(parent)

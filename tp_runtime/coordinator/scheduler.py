@@ -25,11 +25,19 @@ from tp_runtime.coordinator.scheduler_stats import SchedulerCounters, SchedulerS
 from tp_runtime.coordinator.sequence import SeqKey, Sequence, SequenceState, SequenceUpdate
 from tp_runtime.coordinator.steps_in_flight import PlannedChunk, StepRecord, StepsInFlight
 from tp_runtime.coordinator.waiting_queue import WaitingQueue
-from tp_runtime.errors import InvalidRequestError, OverloadedError, RequestFailedError
+from tp_runtime.errors import (
+    InvalidRequestError,
+    OverloadedError,
+    RequestFailedError,
+    TPRuntimeError,
+)
 from tp_runtime.messages import Answer, StepPlan
 
 WINDOW = 2
 """Steps under way while anything may change soon: one runs, the next is ready behind it."""
+REGISTER_EVERY = 8
+"""Blocks of generated tokens are offered to the prefix cache so many at a time (a third of the cost
+of one by one) and at the end; the order number spreads this over the steps."""
 
 
 class Scheduler:
@@ -281,7 +289,7 @@ class Scheduler:
         for update in ended:
             self._finish(update.seq, update.finish_reason or "")
         for seq in record.grown:
-            if seq.is_alive:
+            if (len(seq.blocks) + seq.order) % REGISTER_EVERY == 0 and seq.is_alive:
                 self._tables.register(seq, len(seq.tokens) - 1)
         if late:
             for blocks in self._in_flight.releasable(record.step):
@@ -344,6 +352,11 @@ class Scheduler:
         """Nothing waits, runs or is under way."""
         return not self._seqs and not self._in_flight
 
+    @property
+    def next_step(self) -> int:
+        """The number the next plan will have."""
+        return self._step
+
     def find(self, key: SeqKey) -> Sequence | None:
         """A sequence that waits or runs."""
         return self._seqs.get(key)
@@ -367,6 +380,9 @@ class Scheduler:
         pool = self._tables.pool
         if self.is_idle:
             pool.check_idle()
+            left = len(self._batch) + len(self._block_due) + len(self._end_due)
+            if left or self._prefills.active or self._watched.num_users:
+                raise TPRuntimeError("The scheduler still keeps rows though nothing runs.")
         else:
             tables = [seq.blocks for seq in self._seqs.values()]
             pool.check_invariants(tables + self._in_flight.held_tables())

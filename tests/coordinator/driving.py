@@ -1,0 +1,151 @@
+"""Drives a scheduler against the fake worker and collects what each sequence gets."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from zlib import crc32
+
+from tests.coordinator.fake_worker import FakeWorker, expected_ids
+from tp_runtime.coordinator.limits import SchedulerLimits
+from tp_runtime.coordinator.scheduler import Scheduler
+from tp_runtime.coordinator.sequence import SeqKey, Sequence, SequenceUpdate
+from tp_runtime.messages import Answer, StepPlan
+from tp_runtime.sampling_params import SamplingParams
+
+VOCAB = 50
+
+
+def make_limits(**changes: object) -> SchedulerLimits:
+    values: dict = {
+        "max_model_len": 64,
+        "vocab_size": VOCAB,
+        "num_blocks": 64,
+        "block_size": 4,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "run_ahead": 2,
+    }
+    return SchedulerLimits(**(values | changes))
+
+
+def make_seq(
+    name: object,
+    prompt: Iterable[int] | int = (1, 2, 3),
+    max_tokens: int | None = 4,
+    *,
+    sample: int = 0,
+    seed: int = 0,
+    generated: Iterable[int] = (),
+    **params: object,
+) -> Sequence:
+    """`prompt` as a number: that many ids, other ones for every name."""
+    if isinstance(prompt, int):
+        prompt = [(crc32(str(name).encode()) % 13 + 7 * i) % VOCAB for i in range(prompt)]
+    sampling = SamplingParams(**({"temperature": 0.0} | params), max_tokens=max_tokens)
+    return Sequence(SeqKey(name, sample), prompt, sampling, seed=seed, generated=generated)
+
+
+class Drive:
+    """`outputs[key]` are the ids handed on, `ends[key]` the finish reason."""
+
+    def __init__(self, limits: SchedulerLimits, not_finite: Iterable[int] = ()) -> None:
+        self.limits = limits
+        self.not_finite = frozenset(not_finite)
+        self.scheduler = Scheduler(limits)
+        self.worker = self.new_worker(0)
+        self.under_way: deque[Answer] = deque()
+        self.plans: list[StepPlan] = []
+        self.seqs: dict[SeqKey, Sequence] = {}
+        self.outputs: dict[SeqKey, list[int]] = {}
+        self.ends: dict[SeqKey, str] = {}
+        self.updates: list[SequenceUpdate] = []
+
+    def new_worker(self, generation: int) -> FakeWorker:
+        limits = self.limits
+        return FakeWorker(
+            limits.num_blocks,
+            limits.block_size,
+            limits.vocab_size,
+            limits.max_num_seqs,
+            generation,
+            self.not_finite,
+        )
+
+    def add(self, *seqs: Sequence) -> None:
+        for seq in seqs:
+            self.seqs[seq.key] = seq
+            self.outputs[seq.key] = seq.generated_ids
+        self._take(self.scheduler.add_all(list(seqs)))
+
+    def plan(self) -> StepPlan | None:
+        """The scheduler's next step, run at once; its answer waits to be committed."""
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.plans.append(plan)
+            self.under_way.append(self.worker.run(plan))
+        return plan
+
+    def fill_window(self) -> int:
+        """Plans until the scheduler wants an answer; the number of steps under way."""
+        while self.plan() is not None:
+            pass
+        return len(self.under_way)
+
+    def commit(self) -> list[SequenceUpdate]:
+        updates = self.scheduler.commit(self.under_way.popleft())
+        self._take(updates)
+        return updates
+
+    def round(self) -> None:
+        self.fill_window()
+        if self.under_way:
+            self.commit()
+        self.scheduler.check_invariants()
+
+    def run(self, most: int = 2000) -> Drive:
+        """Until nothing is left; every block must be free then."""
+        for _ in range(most):
+            if self.scheduler.is_idle:
+                break
+            self.round()
+        assert self.scheduler.is_idle, "the scheduler does not come to an end"
+        self.scheduler.check_invariants()
+        assert self.scheduler.stats().blocks_used == 0
+        return self
+
+    def crash(self) -> None:
+        """The workers are lost with everything under way, and replaced."""
+        self.under_way.clear()
+        self.worker = self.new_worker(self.scheduler.generation + 1)
+        self._take(self.scheduler.reset(self.scheduler.generation + 1))
+
+    def _take(self, updates: list[SequenceUpdate]) -> None:
+        self.updates += updates
+        for update in updates:
+            key = update.seq.key
+            assert key not in self.ends, "an update after the end"
+            if update.token_id >= 0:
+                self.outputs[key].append(update.token_id)
+            if update.finish_reason is not None:
+                self.ends[key] = update.finish_reason
+
+
+def alone(seq: Sequence) -> list[int]:
+    """What `seq` generates according to the toy network, its limits as they were resolved."""
+    assert seq.sampling is not None
+    assert seq.prepared_for is not None
+    prompt = seq.tokens[: seq.prompt_len].tolist()
+    vocab_size = seq.prepared_for.vocab_size
+    return expected_ids(prompt, seq.sampling, seq.total_len, seq.end_ids, vocab_size)
+
+
+def check_outputs(drive: Drive) -> None:
+    """Every sequence that ended by itself got exactly what it would have got alone, a cancelled one
+    the beginning of it."""
+    for key, seq in drive.seqs.items():
+        output, wanted = drive.outputs[key], alone(seq)
+        if drive.ends.get(key) in ("stop", "length"):
+            assert output == wanted, key
+        else:
+            assert output == wanted[: len(output)], key
