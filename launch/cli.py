@@ -16,6 +16,7 @@ import click
 
 from tp_runtime.errors import ConfigError, TPRuntimeError
 from tp_runtime.launch import exit_status
+from tp_runtime.launch.server_notice import print_failure
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ def run(arguments: list[str] | None = None) -> int:
     return result if isinstance(result, int) else exit_status.OK
 
 
-def _say(sentence: str, status: int) -> int:
-    print(f"tp_runtime: {sentence}", file=sys.stderr, flush=True)
+def _say(message: str, status: int) -> int:
+    print_failure(message)
     return status
 
 

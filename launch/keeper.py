@@ -76,6 +76,7 @@ class Keeper:
         self._worker_main = worker_main
         self._threads = threads
         self._signals = signals
+        self._signal_pipe = signals.collect()
         self._every_turn = every_turn
         self._status: int | None = None
         self._stop_by = float("inf")
@@ -117,7 +118,7 @@ class Keeper:
 
     def _turn(self) -> None:
         poll = select.poll()
-        watched = [self._coordinator.fileno(), self._signals.fileno(), *self._parents]
+        watched = [self._coordinator.fileno(), self._signal_pipe.fileno(), *self._parents]
         if self._worker is not None:
             watched.append(self._worker_pidfd)
         for fd in watched:
@@ -125,7 +126,7 @@ class Keeper:
         ready = {fd for fd, _ in poll.poll(_TURN_MS)}
         if self._worker is not None and self._worker_pidfd in ready:
             self._reap_worker(0.0)
-        if self._signals.fileno() in ready:
+        if self._signal_pipe.fileno() in ready:
             self._on_signals()
         if self._coordinator.fileno() in ready and self._status is None:
             self._on_command()
@@ -160,7 +161,7 @@ class Keeper:
     def _on_signals(self) -> None:
         """SIGINT: stop now, SIGTERM: drain. Both through the coordinator, who tells all keepers;
         a second one that is no echo of the first stops this keeper at once."""
-        for signum in self._signals.take():
+        for signum in self._signal_pipe.take():
             if self._signals.is_second_wish():
                 self.gave_up_waiting, self._status = True, exit_status.of_signal(signum)
                 return
@@ -202,7 +203,7 @@ class Keeper:
 
     def _close_in_child(self) -> None:
         self._coordinator.close()
-        self._signals.close()
+        self._signal_pipe.close()
         close_all(self._parents)
 
     def _kill_worker(self) -> None:

@@ -39,7 +39,7 @@ from tp_runtime.launch.options import engine_config, engine_options
 from tp_runtime.launch.parent_death import die_with_parent
 from tp_runtime.launch.preflight import preflight
 from tp_runtime.launch.rank_environment import RankPlace, prepare_imports, threads_per_rank
-from tp_runtime.launch.server_notice import ServerNotice
+from tp_runtime.launch.server_notice import ServerNotice, print_failure
 from tp_runtime.launch.worker_child import WorkerMain, load_worker_main
 from tp_runtime.run_folder import ProcessId, RunFolder, list_servers
 
@@ -74,7 +74,6 @@ class RankProcess:
             refused = isinstance(error, ConfigError)
             status = exit_status.REFUSED if refused else exit_status.FAILED
             return self._end(status, error.code, str(error))
-        self._signals.collect()
         status = keeper.run()
         if keeper.gave_up_waiting:
             self._abandon()
@@ -133,7 +132,7 @@ class RankProcess:
         cause = failure.message if failure is not None else message
         if status and cause:
             if self._tells or (new and not self._folder.claimed):
-                print(f"tp_runtime: {cause}", file=sys.stderr, flush=True)
+                print_failure(cause)
             self._tell_torchrun(cause)
         self._clean_up()
         if self._folder.claimed and failure is not None:
@@ -190,7 +189,7 @@ def serve_rank(context: click.Context, /, **options: Any) -> None:
         status = _serve_rank(context, options)
     except TPRuntimeError as error:
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            print(f"tp_runtime: {error}", file=sys.stderr, flush=True)
+            print_failure(str(error))
         status = exit_status.REFUSED
     sys.stdout.flush()
     sys.stderr.flush()

@@ -22,7 +22,7 @@ from tp_runtime.launch import exit_status
 from tp_runtime.launch.descendants import kill_processes
 from tp_runtime.launch.parent_death import send_signal, wait_gone
 from tp_runtime.launch.preflight import preflight
-from tp_runtime.launch.server_notice import ServerNotice
+from tp_runtime.launch.server_notice import ServerNotice, print_failure
 from tp_runtime.launch.stop_request import StopRequest
 from tp_runtime.run_folder import ProcessId, RunFolder, list_servers
 
@@ -139,5 +139,5 @@ def _result(folder: RunFolder, told_by_owner: bool) -> int:
     if failure is None:
         return exit_status.OK
     if not told_by_owner:
-        print(f"tp_runtime: {failure.message}", file=sys.stderr, flush=True)
+        print_failure(failure.message)
     return exit_status.FAILED

@@ -43,6 +43,12 @@ class ServerNotice:
             self._wait.update(status.text if status is not None and status.text else fallback)
 
 
+def print_failure(message: str, stream: TextIO | None = None) -> None:
+    """One sentence with the program's name, or a report of several lines as it is."""
+    block = "\n" in message
+    print(message if block else f"tp_runtime: {message}", file=stream or sys.stderr, flush=True)
+
+
 def ready_line(info: ServerInfo) -> str:
     workers = "worker" if info.tensor_parallel_size == 1 else "workers"
     return (

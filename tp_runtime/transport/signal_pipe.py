@@ -26,3 +26,8 @@ class SignalPipe:
         with contextlib.suppress(BlockingIOError):
             return [signal.Signals(n) for n in os.read(self._read, 64)]
         return []
+
+    def close(self) -> None:
+        """The handlers stay; for a forked child that has no use for the pipe."""
+        os.close(self._read)
+        os.close(self._write)
