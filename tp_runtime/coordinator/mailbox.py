@@ -20,18 +20,15 @@ class Mailbox(Generic[T]):
     def __init__(self) -> None:
         self._items: deque[T] = deque()
         self._doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._closed = False
 
     def fileno(self) -> int:
         """Readable while something lies in the box that `drain` has not seen."""
         return self._doorbell
 
     def put(self, item: T) -> None:
-        """From any thread; does nothing once the box is closed."""
+        """From any thread."""
         self._items.append(item)
-        if not self._closed:
-            with contextlib.suppress(OSError):  # closed this moment
-                os.eventfd_write(self._doorbell, 1)
+        os.eventfd_write(self._doorbell, 1)
 
     def drain(self) -> list[T]:
         """Everything put so far, in order; never waits. For the one reader."""
@@ -46,8 +43,6 @@ class Mailbox(Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
-    def close(self) -> None:
-        """By the reader, when it has stopped."""
-        if not self._closed:
-            self._closed = True
-            os.close(self._doorbell)
+    def __del__(self) -> None:
+        # Not sooner: a thread that still puts would write into whatever has the number then.
+        os.close(self._doorbell)

@@ -53,6 +53,11 @@ class Tokenizer:
             ChatTemplate(templates, named) if templates else None,
         )
 
+    @classmethod
+    def find(cls, folder: str | Path) -> Tokenizer | None:
+        """As `from_folder`, but None for a folder without any tokenizer (random test models)."""
+        return cls.from_folder(folder) if tokenizer_files.has_tokenizer(Path(folder)) else None
+
     @property
     def bos_token_id(self) -> int | None:
         return self._named_id("bos_token")

@@ -62,14 +62,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether there is any tokenizer in the folder, in whatever format."""
+    return any((folder / name).is_file() for name in ("tokenizer.json", *_SOURCES))
+
+
 def tokenizer_folder(folder: Path) -> Path:
     """`folder` itself, or the cached conversion of a tokenizer in an older format.
 
     Raises ConfigError when there is no tokenizer or the conversion fails."""
     if (folder / "tokenizer.json").is_file():
         return folder
-    sources = [folder / name for name in _SOURCES if (folder / name).is_file()]
-    if not sources:
+    if not has_tokenizer(folder):
         raise ConfigError(
             f"{folder} has no tokenizer (tokenizer.json is missing); copy the tokenizer files of "
             "the model into it."

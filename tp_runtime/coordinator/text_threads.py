@@ -1,0 +1,274 @@
+"""The threads that turn requests into tokens and tokens into text, beside the engine thread.
+
+Requests go through the prompt pool to the engine's inbox. What the engine says of them comes back
+here, to one output thread: it adds the new tokens to their samples, looks for stop strings, and
+packs everything that is new for a client into one message. Which socket carries it is not known
+here: `send` takes it over.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, cast
+
+from tp_runtime.coordinator.admission import prepare
+from tp_runtime.coordinator.client_request import ClientRequest
+from tp_runtime.coordinator.inbox import Inbox, RequestKey, SubmittedRequest
+from tp_runtime.coordinator.limits import SchedulerLimits
+from tp_runtime.coordinator.mailbox import Mailbox
+from tp_runtime.coordinator.prompt_pool import PromptPool
+from tp_runtime.coordinator.sample_text import SampleText
+from tp_runtime.coordinator.sequence import SequenceUpdate
+from tp_runtime.errors import RequestFailedError, TPRuntimeError
+from tp_runtime.messages import (
+    Accepted,
+    Detokenize,
+    Failed,
+    Outputs,
+    SampleDelta,
+    ServerMessage,
+    Tokenize,
+    Tokenized,
+    encode,
+)
+from tp_runtime.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class Outgoing(NamedTuple):
+    """An encoded message for a client; `ended` are the requests that it is the last word on."""
+
+    client: bytes
+    payload: bytes
+    ended: tuple[str, ...] = ()
+
+
+class _Accepted(NamedTuple):
+    key: RequestKey
+
+
+class _Failed(NamedTuple):
+    request: ClientRequest | RequestKey
+    error: TPRuntimeError
+
+
+class _Reply(NamedTuple):
+    client: bytes
+    answer: ServerMessage
+
+
+class _Close(NamedTuple):
+    pass
+
+
+_Work = list[SequenceUpdate] | ClientRequest | _Accepted | _Failed | _Reply | _Close
+
+
+class TextThreads:
+    """`send` is called on the output thread with everything that is due, several messages at once.
+
+    The first block of methods is for the front end, the second for the engine; any of them returns
+    at once and may be called from any thread."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        inbox: Inbox,
+        send: Callable[[list[Outgoing]], None],
+    ) -> None:
+        self._inbox = inbox
+        self._send = send
+        self._work: Mailbox[_Work] = Mailbox()
+        self._requests: dict[RequestKey, ClientRequest] = {}
+        self._touched: dict[SampleText, ClientRequest] = {}
+        self._outgoing: list[Outgoing] = []
+        self._prompts = PromptPool(tokenizer, inbox, self._register, self._refuse, self._reply)
+        self._thread = threading.Thread(target=self._run, name="output", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------ for the front end
+
+    def submit(self, request: ClientRequest) -> None:
+        self._prompts.submit(request)
+
+    def ask(self, client: bytes, message: Tokenize | Detokenize) -> None:
+        self._prompts.ask(client, message)
+
+    def cancel(self, request: ClientRequest) -> None:
+        """The request is over: nothing of it is sent any more, the engine drops it."""
+        with request.lock:
+            request.cancelled = True
+            self._inbox.cancel(request.key)
+        if self._requests.get(request.key) is request:
+            self._requests.pop(request.key, None)
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Sends what was given so far, then ends the threads."""
+        self._prompts.close()
+        self._work.put(_Close())
+        self._thread.join(timeout_s)
+
+    # ------------------------------------------------------------ for the engine
+
+    def accepted(self, request: SubmittedRequest) -> None:
+        self._work.put(_Accepted(request.key))
+
+    def failed(self, key: RequestKey, error: TPRuntimeError) -> None:
+        """The end of the whole request; its other samples are cancelled if the engine has any."""
+        self._work.put(_Failed(key, error))
+
+    def updates(self, updates: list[SequenceUpdate]) -> None:
+        """What one step brought; the list must not be changed afterwards."""
+        self._work.put(updates)
+
+    def check_against(self, limits: SchedulerLimits) -> None:
+        """From now on sequences are checked and hashed under these limits before they are
+        submitted, which spares the engine thread the work."""
+        self._prompts.prepare = lambda seq: prepare(seq, limits)
+
+    # ------------------------------------------------------------ for the prompt pool
+
+    def _register(self, request: ClientRequest) -> None:
+        self._requests[request.key] = request
+        if any(text.finish_reason is not None for text in request.samples.values()):
+            self._work.put(request)  # resumed, and complete with what its client already has
+
+    def _refuse(self, request: ClientRequest, error: TPRuntimeError) -> None:
+        self._work.put(_Failed(request, error))
+
+    def _reply(self, client: bytes, answer: Tokenized | TPRuntimeError, request_id: str) -> None:
+        if isinstance(answer, TPRuntimeError):
+            self._work.put(_Reply(client, Failed(request_id, answer.code, str(answer))))
+        else:
+            self._work.put(_Reply(client, answer))
+
+    # ------------------------------------------------------------ the output thread
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._work.fileno(), select.POLLIN)
+        open_ = True
+        while open_:
+            poll.poll()
+            for work in self._work.drain():
+                if isinstance(work, _Close):
+                    open_ = False
+                else:
+                    self._guarded(self._do, work)
+            self._guarded(self._flush)
+
+    def _guarded(self, action: Callable[..., None], *args: _Work) -> None:
+        """No fault of one message may end the thread that serves all clients."""
+        try:
+            action(*args)
+        except Exception:
+            logger.exception("The output thread failed in %s.", action.__name__)
+
+    def _do(self, work: _Work) -> None:
+        if isinstance(work, list):
+            self._take_updates(work)
+        elif isinstance(work, _Accepted):
+            self._accept(work.key)
+        elif isinstance(work, _Failed):
+            self._fail(work)
+        elif isinstance(work, ClientRequest):
+            self._end_complete_samples(work)
+        elif isinstance(work, _Reply):
+            self._outgoing.append(Outgoing(work.client, encode(work.answer)))
+
+    def _take_updates(self, updates: Iterable[SequenceUpdate]) -> None:
+        requests, touched = self._requests, self._touched
+        for update in updates:
+            seq = update.seq
+            request = requests.get(cast(RequestKey, seq.key.request))
+            text = None if request is None else request.samples.get(seq)
+            if request is None or text is None or text.finish_reason is not None:
+                continue  # cancelled, or past a stop string
+            if update.error is not None:
+                self._fail(_Failed(request, update.error))
+                continue
+            touched[text] = request
+            try:
+                ended = text.add(update)
+            except Exception as error:
+                logger.exception("The text of %s could not be made.", seq.key)
+                self._fail(_Failed(request, _text_error(error)))
+                continue
+            if text.num_tokens == 1 and update.token_id >= 0:
+                self._time(request, text, update)
+            if ended and update.finish_reason is None:
+                self._inbox.stop(seq.key, text.num_tokens)
+
+    def _time(self, request: ClientRequest, text: SampleText, update: SequenceUpdate) -> None:
+        seq = update.seq
+        queue_s = max(0.0, seq.admitted_at - request.arrival)
+        text.set_timings(seq.num_cached_tokens, queue_s, time.monotonic() - request.arrival)
+
+    def _accept(self, key: RequestKey) -> None:
+        request = self._requests.get(key)
+        if request is not None:
+            message = Accepted(
+                key.request_id, request.seed, request.num_prompt_tokens, request.prompt_ids
+            )
+            self._outgoing.append(Outgoing(key.client, encode(message)))
+
+    def _fail(self, failure: _Failed) -> None:
+        request = failure.request
+        if isinstance(request, RequestKey):
+            known = self._requests.get(request)
+            if known is None:
+                return
+            request = known
+        if request.cancelled:
+            return
+        self.cancel(request)
+        for text in request.samples.values():
+            self._touched.pop(text, None)
+        key, error = request.key, failure.error
+        payload = encode(Failed(key.request_id, error.code, str(error)))
+        self._outgoing.append(Outgoing(key.client, payload, (key.request_id,)))
+
+    def _end_complete_samples(self, request: ClientRequest) -> None:
+        for text in request.samples.values():
+            if text.finish_reason is not None:
+                self._touched[text] = request
+
+    def _flush(self) -> None:
+        """One Outputs message per client, after whatever else is for it."""
+        now = time.monotonic()
+        deltas: dict[bytes, list[SampleDelta]] = {}
+        ended: dict[bytes, list[str]] = {}
+        for text, request in self._touched.items():
+            if request.cancelled or not text.due(now):
+                continue
+            client = request.key.client
+            deltas.setdefault(client, []).append(text.delta(now))
+            if text.finish_reason is not None and self._forget(request, text):
+                ended.setdefault(client, []).append(request.key.request_id)
+        self._touched.clear()
+        for client, new in deltas.items():
+            last = tuple(ended.get(client, ()))
+            self._outgoing.append(Outgoing(client, encode(Outputs(new)), last))
+        if self._outgoing:
+            outgoing, self._outgoing = self._outgoing, []
+            self._send(outgoing)
+
+    def _forget(self, request: ClientRequest, text: SampleText) -> bool:
+        """The sample has ended; True when it was the last one of its request."""
+        request.samples = {s: t for s, t in request.samples.items() if t is not text}
+        if request.samples:
+            return False
+        self._requests.pop(request.key, None)
+        return True
+
+
+def _text_error(error: Exception) -> RequestFailedError:
+    return RequestFailedError(
+        f"The text of this request could not be made ({type(error).__name__}: {error}); the "
+        "server's log has more."
+    )
