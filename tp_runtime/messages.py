@@ -270,7 +270,7 @@ class Chunk(Struct, array_like=True, omit_defaults=True):
     last prompt id."""
 
 
-class StepPlan(Struct, array_like=True, omit_defaults=True):
+class StepPlan(Struct, tag=1, array_like=True, omit_defaults=True):
     """One step, as a delta to the batch state that every rank holds (see workers.batch_state).
 
     Steps of a generation are numbered 1, 2, 3, ... without a gap. Rows are dense: 0 .. num_rows - 1.
@@ -300,7 +300,7 @@ class StepPlan(Struct, array_like=True, omit_defaults=True):
     """Compare a checksum of the device state across ranks in this step."""
 
 
-class Stop(Struct, array_like=True):
+class Stop(Struct, tag=2, array_like=True):
     """End the worker loop in order: release graphs, destroy the process group, exit 0."""
 
     generation: int

@@ -2,7 +2,7 @@
 
 One loop over one epoll: the inbox (requests, cancels), the answer ring, keepers and workers, the
 launcher's pidfd, signals. After every turn the scheduler forms plans until its window is full.
-Text and client sockets live on other threads; they are reached through `Inbox` and `Outlet`.
+Text and client sockets live on other threads; they are reached through `Inbox` and `Frontend`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,20 @@ import msgspec
 
 from tp_runtime.coordinator.event_loop import EventLoop
 from tp_runtime.coordinator.failure import Failure
+from tp_runtime.coordinator.frontend import Frontend
 from tp_runtime.coordinator.inbox import Inbox
 from tp_runtime.coordinator.limits import SchedulerLimits
-from tp_runtime.coordinator.outlet import Outlet
 from tp_runtime.coordinator.request_table import RequestTable
 from tp_runtime.coordinator.scheduler import Scheduler
+from tp_runtime.coordinator.server_state import ServerState
 from tp_runtime.coordinator.worker_group import CacheAgreement, GroupState, WorkerGroup
 from tp_runtime.engine_config import EngineConfig
-from tp_runtime.errors import ProtocolError, WorkerFailedError
+from tp_runtime.errors import (
+    ProtocolError,
+    ServerUnavailableError,
+    TPRuntimeError,
+    WorkerFailedError,
+)
 from tp_runtime.messages import Answer, KeeperMessage, Stop, encode
 from tp_runtime.model_config import ModelConfig
 from tp_runtime.model_length import resolve_max_model_len
@@ -51,7 +57,8 @@ class Engine:
         config: EngineConfig,
         model: ModelConfig,
         inbox: Inbox,
-        outlet: Outlet,
+        frontend: Frontend,
+        state: ServerState,
         listener: FdListener[KeeperMessage],
         folder: RunFolder,
         launcher_pidfd: int,
@@ -59,7 +66,8 @@ class Engine:
         self._config = config
         self._model = model
         self._inbox = inbox
-        self._outlet = outlet
+        self._frontend = frontend
+        self._state = state
         self._folder = folder
         self._loop = EventLoop()
         self._signals = SignalPipe({signal.SIGTERM, signal.SIGINT})
@@ -67,7 +75,7 @@ class Engine:
         self._draining_since: float | None = None
         self._status: int | None = None
         self.scheduler: Scheduler | None = None
-        self.requests = RequestTable(outlet, config.max_num_queued_requests)
+        self.requests = RequestTable(frontend.texts, config.max_num_queued_requests)
         self.group = WorkerGroup(config, listener, self._loop, self)
         self._loop.watch(inbox.fileno(), self._from_inbox)
         self._loop.watch(launcher_pidfd, self._launcher_gone)
@@ -91,6 +99,8 @@ class Engine:
     def _tick(self, now: float) -> None:
         self.group.tick()
         self.requests.expire(now)
+        if self.scheduler is not None:
+            self._state.take_stats(self.scheduler.stats(), self.group.restarts)
         if self._published and now - self._published[0] > self._config.step_deadline_s:
             self.group.fail_hung(self.group.slowest_rank(), now - self._published[0])
         if self._draining_since is not None and self._drained(now):
@@ -129,7 +139,7 @@ class Engine:
             self._published.popleft()
             if updates:
                 self.requests.ended(updates)
-                self._outlet.updates(updates)
+                self._frontend.texts.updates(updates)
 
     # ------------------------------------------------------------ GroupEvents
 
@@ -144,10 +154,10 @@ class Engine:
         else:
             updates = self.scheduler.reset(generation.number, limits)
             self.requests.ended(updates)
-            self._outlet.updates(updates)
+            self._frontend.texts.updates(updates)
         self._published.clear()
         self._loop.watch(generation.answers.doorbell, self._from_answers)
-        self._outlet.ready(agreement, limits)
+        self._state.change(num_kv_blocks=limits.num_blocks, block_size=limits.block_size)
         self._say("ready")
         logger.info(
             "Ready: %d ranks, attention %s, %d KV blocks of %d tokens, %d parameters.",
@@ -172,8 +182,7 @@ class Engine:
     def on_over(self, block: str) -> None:
         error = WorkerFailedError(block)
         self._folder.write_failure(error.code, block)
-        self.requests.fail_all(error)
-        self._end(1)
+        self._end(1, error)
 
     # ------------------------------------------------------------ the end
 
@@ -183,11 +192,12 @@ class Engine:
     def _on_signals(self) -> None:
         for signum in self._signals.take():
             if signum == signal.SIGINT or self._draining_since is not None:
-                self.requests.fail_all(WorkerFailedError("The server was stopped."))
-                self._end(0)
+                self._end(0, ServerUnavailableError("The server was stopped."))
                 return
             self._draining_since = time.monotonic()
-            self.requests.refuse("The server is stopping and takes no new requests.")
+            self._frontend.refuse(
+                ServerUnavailableError("The server is stopping and takes no new requests.")
+            )
             self._say("draining", "running requests may finish")
 
     def _drained(self, now: float) -> bool:
@@ -198,7 +208,6 @@ class Engine:
     def _stop_workers(self) -> None:
         """In order: the workers leave their loop, then the keepers go."""
         self._draining_since = None
-        self.requests.fail_all(WorkerFailedError("The server was stopped before the end."))
         generation, scheduler = self.group.generation, self.scheduler
         if generation is not None and scheduler is not None:
             stop = Stop(generation.number, scheduler.next_step)
@@ -207,10 +216,12 @@ class Engine:
             self.group.expect_exit()
             while not generation.all_exited and time.monotonic() < deadline:
                 self._loop.turn(0.02)
-        self._end(0)
+        self._end(0, ServerUnavailableError("The server was stopped before the request ended."))
 
-    def _end(self, status: int) -> None:
-        self._outlet.close(FLUSH_S)
+    def _end(self, status: int, error: TPRuntimeError) -> None:
+        """Requests that still run get `error`; what is ready for clients is sent."""
+        self._frontend.fail_all(error)
+        self._frontend.close(FLUSH_S)
         self.group.quit(status)
         self._status = status
 
@@ -235,4 +246,4 @@ class Engine:
 
     def _say(self, state: str, text: str = "") -> None:
         self._folder.write_status(state, text)
-        self._outlet.state(state, text)
+        self._state.change(state=state)

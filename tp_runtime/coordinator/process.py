@@ -16,12 +16,15 @@ import sys
 from collections.abc import Sequence
 
 from tp_runtime.coordinator.engine import Engine
-from tp_runtime.coordinator.front import Front
+from tp_runtime.coordinator.frontend import Frontend
+from tp_runtime.coordinator.inbox import Inbox
+from tp_runtime.coordinator.server_state import ServerState
 from tp_runtime.engine_config import EngineConfig
 from tp_runtime.errors import TPRuntimeError
 from tp_runtime.messages import KeeperMessage
 from tp_runtime.model_config import ModelConfig
 from tp_runtime.run_folder import ProcessId, RunFolder, ServerInfo
+from tp_runtime.text.tokenizer import Tokenizer
 from tp_runtime.transport.fd_socket import FdListener
 
 GC_THRESHOLDS = (50_000, 20, 50)
@@ -54,12 +57,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(config: EngineConfig, folder: RunFolder, launcher: int) -> int:
     listener: FdListener[KeeperMessage] = FdListener(folder.keepers_socket, KeeperMessage)
     model = ModelConfig.from_folder(config.model)
-    front = Front(config, model, folder.client_socket)
-    engine = Engine(config, model, front.inbox, front.outlet, listener, folder, launcher)
-    front.start()
+    # A folder without tokenizer files serves prompts given as token ids.
+    tokenizer = Tokenizer.from_folder(config.model) if model.vocabulary else None
+    has_template = tokenizer is not None and tokenizer.chat_template is not None
+    state = ServerState(config, model, has_template)
+    inbox = Inbox()
+    listen = config.listen or f"ipc://{folder.client_socket}"
+    frontend = Frontend(listen, tokenizer, inbox, state.info)
+    engine = Engine(config, model, inbox, frontend, state, listener, folder, launcher)
+    frontend.start()
     folder.write_server(
         ServerInfo(
-            address=front.address,
+            address=frontend.address,
             model=config.served_model_name or config.model,
             tensor_parallel_size=config.tensor_parallel_size,
             device=config.device,

@@ -1,4 +1,4 @@
-"""The requests that are under way, whole: admission, cancel, time limits, failing them.
+"""The requests that are under way, whole: admission, cancel, time limits.
 
 The scheduler knows single samples; a request is all of its samples. Requests that arrive before
 the workers are ready are held and admitted then, so a client may connect while a model loads.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 from tp_runtime.coordinator.inbox import (
     CancelRequest,
@@ -22,15 +22,14 @@ from tp_runtime.coordinator.sequence import SeqKey, SequenceUpdate
 from tp_runtime.errors import (
     OverloadedError,
     RequestTimeoutError,
-    ServerUnavailableError,
     TPRuntimeError,
 )
 
 
 class RequestOutlet(Protocol):
-    """Where answers about requests go; see `tp_runtime.coordinator.outlet`."""
+    """Where answers about requests go; see `tp_runtime.coordinator.text_threads`."""
 
-    def accepted(self, request: SubmittedRequest) -> None: ...
+    def accepted(self, key: RequestKey) -> None: ...
 
     def failed(self, key: RequestKey, error: TPRuntimeError) -> None: ...
 
@@ -54,7 +53,6 @@ class RequestTable:
         self._running: dict[RequestKey, _Running] = {}
         self._deadlines: list[tuple[float, RequestKey]] = []
         self._scheduler: Scheduler | None = None
-        self._refusal = ""
 
     @property
     def idle(self) -> bool:
@@ -67,10 +65,6 @@ class RequestTable:
         for request in held.values():
             self._admit(request, scheduler)
 
-    def refuse(self, reason: str) -> None:
-        """From now on every new request fails with ServerUnavailableError and this sentence."""
-        self._refusal = reason
-
     def take(self, item: InboxItem) -> None:
         """One item of the inbox."""
         if isinstance(item, SubmittedRequest):
@@ -81,9 +75,7 @@ class RequestTable:
             self._stop(item.key)
 
     def _submit(self, request: SubmittedRequest) -> None:
-        if self._refusal:
-            self._outlet.failed(request.key, ServerUnavailableError(self._refusal))
-        elif self._scheduler is not None:
+        if self._scheduler is not None:
             self._admit(request, self._scheduler)
         elif len(self._held) >= self._max_held:
             error = OverloadedError(
@@ -102,7 +94,7 @@ class RequestTable:
             return
         self._running[request.key] = _Running(request, {seq.key for seq in request.sequences})
         self._watch_deadline(request)
-        self._outlet.accepted(request)
+        self._outlet.accepted(request.key)
         if ended:
             self.ended(ended)
             self._outlet.updates(ended)
@@ -114,12 +106,13 @@ class RequestTable:
                 self._forget(update.seq.key)
 
     def _forget(self, key: SeqKey) -> None:
-        running = self._running.get(key.request)
+        request = cast(RequestKey, key.request)
+        running = self._running.get(request)
         if running is None:
             return
         running.samples.discard(key)
         if not running.samples:
-            del self._running[key.request]
+            del self._running[request]
 
     def _stop(self, key: SeqKey) -> None:
         if self._scheduler is not None:
@@ -154,10 +147,4 @@ class RequestTable:
                 continue  # ended, or another request of the same name
             self._drop(key, "timeout")
             error = RequestTimeoutError("The request did not finish within its timeout_s.")
-            self._outlet.failed(key, error)
-
-    def fail_all(self, error: TPRuntimeError) -> None:
-        """Every request under way gets this error."""
-        for key in [*self._held, *self._running]:
-            self._drop(key, "error")
             self._outlet.failed(key, error)
