@@ -82,3 +82,8 @@ def cuda_reason(device: torch.device, capability: tuple[int, int]) -> str | None
             f"{found[0]}.{found[1]}"
         )
     return None
+
+
+def window_pair(window: int | None) -> tuple[int, int]:
+    """FlashAttention's (tokens seen to the left, to the right), the token itself not counted."""
+    return (-1, -1) if window is None else (window - 1, 0)

@@ -38,13 +38,15 @@ class TritonBackend(AttentionBackend):
         window: int | None,
         device: torch.device,
     ) -> str | None:
-        if importlib.util.find_spec("triton") is None:
-            return "the package triton is not installed"
         if head_size > _MAX_HEAD:
             return f"heads of {head_size} are larger than {_MAX_HEAD}"
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"{dtype} is none of float32, bfloat16, float16"
-        return cuda_reason(device, (8, 0))
+        if reason := cuda_reason(device, (8, 0)):
+            return reason
+        if importlib.util.find_spec("triton") is None:
+            return "the package triton is not installed"
+        return None
 
     @classmethod
     def default_block_size(cls) -> int:

@@ -108,24 +108,22 @@ class Case:
 
     def expected(self, window: int | None = None) -> Tensor:
         """[sum(new), heads, head_dim] float64 on the CPU; zero for sequences without context."""
-        rows: list[Tensor] = []
+        parts: list[Tensor] = []
         queries = self.q.double().cpu().split(self.new)
         for q, keys, values in zip(queries, self.keys, self.values, strict=True):
-            k, v = keys.double().cpu(), values.double().cpu()
-            group = q.shape[1] // k.shape[1]
-            for index in range(len(q)):
-                if not len(k):
-                    rows.append(torch.zeros_like(q[index]))
-                    continue
-                at = len(k) - len(q) + index
-                first = 0 if window is None else max(0, at - window + 1)
-                heads = []
-                for head in range(q.shape[1]):
-                    seen = slice(first, at + 1), head // group
-                    weights = (k[seen] @ q[index, head] * self.scale).softmax(0)
-                    heads.append(weights @ v[seen])
-                rows.append(torch.stack(heads))
-        return torch.stack(rows)
+            if not len(keys):
+                parts.append(torch.zeros_like(q))
+                continue
+            group = q.shape[1] // keys.shape[1]
+            k = keys.double().cpu().repeat_interleave(group, 1)
+            v = values.double().cpu().repeat_interleave(group, 1)
+            at = torch.arange(len(k) - len(q), len(k))[:, None]
+            distance = at - torch.arange(len(k))[None, :]
+            seen = (distance >= 0) & (distance < (window or len(k)))
+            scores = torch.einsum("qhd,khd->hqk", q, k) * self.scale
+            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            parts.append(torch.einsum("hqk,khd->qhd", weights, v))
+        return torch.cat(parts)
 
     def check(self, out: Tensor, window: int | None = None) -> None:
         """`out` is finite and equals `expected` as far as its dtype can."""
