@@ -13,6 +13,7 @@ import gc
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from tp_runtime.coordinator.engine import Engine
@@ -49,6 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _serve(EngineConfig.from_json(given.config), folder, launcher)
     except TPRuntimeError as error:
         folder.write_failure(error.code, str(error))
+        return 1
+    except Exception as error:
+        trace = traceback.format_exc()
+        folder.write_failure("error", f"The coordinator failed ({error!r}).\n{trace}")
         return 1
     finally:
         folder.close()

@@ -29,7 +29,7 @@ from tp_runtime.errors import (
 class RequestOutlet(Protocol):
     """Where answers about requests go; see `tp_runtime.coordinator.text_threads`."""
 
-    def accepted(self, key: RequestKey) -> None: ...
+    def accepted(self, request: SubmittedRequest) -> None: ...
 
     def failed(self, key: RequestKey, error: TPRuntimeError) -> None: ...
 
@@ -94,7 +94,7 @@ class RequestTable:
             return
         self._running[request.key] = _Running(request, {seq.key for seq in request.sequences})
         self._watch_deadline(request)
-        self._outlet.accepted(request.key)
+        self._outlet.accepted(request)
         if ended:
             self.ended(ended)
             self._outlet.updates(ended)
