@@ -171,9 +171,8 @@ class BatchState:
             )
 
     def checksum(self) -> Tensor:
-        """[max_rows] int64: a hash of last id, position and block table of each row."""
-        table = (self.block_tables.to(torch.int64) * self._weights()).sum(-1)
-        return self.last_id * 1_000_003 + self.position * 7_919 + table
-
-    def _weights(self) -> Tensor:
-        return torch.arange(1, self.max_blocks + 1, device=self.device) * 2_654_435_761
+        """[num_rows] int64: a hash of last id, position and block table of each row."""
+        n = self.num_rows
+        weights = torch.arange(1, self.max_blocks + 1, device=self.device) * 2_654_435_761
+        table = (self.block_tables[:n].to(torch.int64) * weights).sum(-1)
+        return self.last_id[:n] * 1_000_003 + self.position[:n] * 7_919 + table

@@ -92,6 +92,8 @@ class WorkerLoop:
     def _answer_oldest(self) -> None:
         result, started = self._under_way.popleft()
         self._enter(Phase.ANSWER, result.plan.step)
+        if result.check is not None:
+            result.check.verify()
         answer = Answer(
             generation=self._generation,
             step=result.plan.step,

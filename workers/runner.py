@@ -13,17 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from tp_runtime.messages import Chunk, StepPlan
-from tp_runtime.ops.attention.layer import LayerKV
 from tp_runtime.ops.attention.metadata import (
     AttentionMetadata,
     DecodeMetadata,
+    LayerKV,
     PrefillMetadata,
 )
+from tp_runtime.ops.group import TPGroup
 from tp_runtime.workers.batch_state import BatchState
 from tp_runtime.workers.host_copy import PendingCopy, to_device
 from tp_runtime.workers.logprobs import LogprobCollector, PendingLogprobs
 from tp_runtime.workers.sampler import Sampler
 from tp_runtime.workers.sampling_rows import SamplingRows
+from tp_runtime.workers.state_check import StateCheck
 
 
 @dataclass
@@ -51,10 +53,12 @@ class StepResult:
     plan: StepPlan
     ids: PendingCopy
     logprobs: PendingLogprobs | None
+    check: StateCheck | None = None
 
     def ready(self) -> bool:
         """Never blocks."""
-        return self.ids.ready() and (self.logprobs is None or self.logprobs.ready())
+        parts = (self.ids, self.logprobs, self.check)
+        return all(part is None or part.ready() for part in parts)
 
 
 class Runner:
@@ -66,7 +70,9 @@ class Runner:
         kv: list[LayerKV],
         state: BatchState,
         sampler: Sampler,
+        group: TPGroup,
     ) -> None:
+        self.group = group
         self.model = model
         self.kv = kv
         self.state = state
@@ -94,7 +100,8 @@ class Runner:
         drawn = self.sampler.draw(logits, batch, alternatives)
         state.record_sampled(step.sample_rows, drawn.ids)
         logprobs = self.logprobs.collect(plan, step.host_sample_rows, drawn, hidden)
-        return StepResult(plan, PendingCopy(drawn.ids.to(torch.int32)), logprobs)
+        check = StateCheck(state, self.group, plan.step) if plan.check else None
+        return StepResult(plan, PendingCopy(drawn.ids.to(torch.int32)), logprobs, check)
 
     # ------------------------------------------------------------ plan -> device
 

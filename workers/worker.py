@@ -139,7 +139,7 @@ class Worker:
         )
         kv = geometry.allocate(allocate.num_blocks, device)
         sampler = GatherSampler if config.sampling == "gather" else ShardedSampler
-        return Runner(model, kv, state, sampler(group, model.lm_head))
+        return Runner(model, kv, state, sampler(group, model.lm_head), group)
 
     def _await_allocation(self) -> AllocateKV:
         received = self.status.receive()

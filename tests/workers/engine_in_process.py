@@ -66,11 +66,14 @@ class EngineInProcess:
         self.scheduler = Scheduler(self.limits)
         geometry = KVGeometry.of(self.config, group, block_size, dtype)
         state = BatchState(
-            self.limits.max_num_seqs, -(-max_model_len // block_size), block_size,
-            self.config.vocab_size, place,
+            self.limits.max_num_seqs,
+            -(-max_model_len // block_size),
+            block_size,
+            self.config.vocab_size,
+            place,
         )
         kv = geometry.allocate(num_blocks, place)
-        self.runner = Runner(model, kv, state, GatherSampler(group, model.lm_head))
+        self.runner = Runner(model, kv, state, GatherSampler(group, model.lm_head), group)
 
     def add(self, name: str, prompt: list[int], params: SamplingParams, seed: int = 0) -> Sequence:
         seq = Sequence(SeqKey(name), prompt, params, seed=seed)
