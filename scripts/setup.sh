@@ -41,7 +41,7 @@ pip() { "$VENV/bin/python" -m pip install -qq --no-input --no-compile "$@"; }
 
 compile_modules() {
     "$VENV/bin/python" -m compileall -q -j 0 "$VENV/lib" -x \
-        '/(tests?|testing|networkx|pip)/|/transformers/models/(?!auto|llama|mistral|qwen)' \
+        '/(tests?|testing|networkx|sympy|pip)/|/transformers/models/(?!auto|llama|mistral|qwen)' \
         >/dev/null 2>&1 || true  # it only makes the first start quicker
 }
 
