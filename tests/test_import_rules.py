@@ -21,11 +21,13 @@ FOR_WORKERS = (
     "tp_runtime.messages",
     "tp_runtime.engine_config",
     "tp_runtime.model_config",
+    "tp_runtime.model_length",
+    "tp_runtime.checkpoint_files",
     "tp_runtime.checkpoint_files",
     "tp_runtime.sampling_params",
     "tp_runtime.errors",
 )
-"""What workers may import: layers, messages, config and transport."""
+"""What workers may import: layers, messages, transport, and what config and model folder say."""
 
 
 def _any(name: str, packages: tuple[str, ...]) -> bool:
