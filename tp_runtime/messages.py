@@ -25,6 +25,10 @@ PROTOCOL_VERSION = 1
 FRAME_HEADER = b"TPR" + bytes([PROTOCOL_VERSION])
 """First ZeroMQ frame of every client message, so that a wrong version is seen before decoding."""
 
+MAX_MESSAGE_BYTES = 16 << 20
+"""Largest client message that is taken. A prompt of a million ids has 5 MB; more than this is a
+mistake or an attack."""
+
 if sys.byteorder != "little":
     raise ImportError("tp_runtime packs ids in native order and needs a little-endian machine.")
 

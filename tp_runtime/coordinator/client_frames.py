@@ -9,10 +9,12 @@ from __future__ import annotations
 import msgspec
 
 from tp_runtime.errors import InvalidRequestError, ProtocolError, TPRuntimeError
-from tp_runtime.messages import FRAME_HEADER, PROTOCOL_VERSION, ClientMessage
-
-MAX_MESSAGE_BYTES = 16 << 20
-"""A prompt of a million ids takes 5 MB; more than this is a mistake or an attack."""
+from tp_runtime.messages import (
+    FRAME_HEADER,
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    ClientMessage,
+)
 
 _decoder = msgspec.msgpack.Decoder(ClientMessage)
 _any_decoder = msgspec.msgpack.Decoder()

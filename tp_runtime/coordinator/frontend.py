@@ -25,7 +25,6 @@ from tp_runtime.coordinator.client_request import ClientRequest, check_message
 from tp_runtime.coordinator.client_socket import ClientSocket, PeerGone
 from tp_runtime.coordinator.connected_client import ConnectedClient
 from tp_runtime.coordinator.inbox import Inbox
-from tp_runtime.coordinator.mailbox import Mailbox
 from tp_runtime.coordinator.text_threads import Outgoing, TextThreads
 from tp_runtime.errors import (
     InvalidRequestError,
@@ -34,6 +33,7 @@ from tp_runtime.errors import (
     ServerUnavailableError,
     TPRuntimeError,
 )
+from tp_runtime.mailbox import Mailbox
 from tp_runtime.messages import (
     Alive,
     Cancel,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from tp_runtime.coordinator.mailbox import Mailbox
 from tp_runtime.coordinator.sequence import SeqKey, Sequence
+from tp_runtime.mailbox import Mailbox
 
 
 class RequestKey(NamedTuple):
@@ -25,7 +25,7 @@ class RequestKey(NamedTuple):
 class SubmittedRequest:
     """A request with its samples, one Sequence each, to be admitted all or none.
 
-    The engine answers with `Outlet.accepted` or `Outlet.failed`. `seed` is the one given or drawn
+    The engine answers with `TextThreads.accepted` or `TextThreads.failed`. `seed` is the one given or drawn
     (each sequence has it too). `deadline`: `time.monotonic()` after which the engine fails the
     request with RequestTimeoutError; None: it may take as long as it takes."""
 

@@ -19,11 +19,11 @@ from tp_runtime.coordinator.admission import prepare
 from tp_runtime.coordinator.client_request import ClientRequest
 from tp_runtime.coordinator.inbox import Inbox, RequestKey, SubmittedRequest
 from tp_runtime.coordinator.limits import SchedulerLimits
-from tp_runtime.coordinator.mailbox import Mailbox
 from tp_runtime.coordinator.prompt_pool import PromptPool
 from tp_runtime.coordinator.sample_text import SampleText
 from tp_runtime.coordinator.sequence import SequenceUpdate
 from tp_runtime.errors import RequestFailedError, TPRuntimeError
+from tp_runtime.mailbox import Mailbox
 from tp_runtime.messages import (
     Accepted,
     Detokenize,
