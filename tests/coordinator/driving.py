@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from typing import Any
 from zlib import crc32
 
 from tests.coordinator.fake_worker import FakeWorker, expected_ids
@@ -16,8 +17,8 @@ from tp_runtime.sampling_params import SamplingParams
 VOCAB = 50
 
 
-def make_limits(**changes: object) -> SchedulerLimits:
-    values: dict = {
+def make_limits(**changes: Any) -> SchedulerLimits:
+    values: dict[str, Any] = {
         "max_model_len": 64,
         "vocab_size": VOCAB,
         "num_blocks": 64,
@@ -37,7 +38,7 @@ def make_seq(
     sample: int = 0,
     seed: int = 0,
     generated: Iterable[int] = (),
-    **params: object,
+    **params: Any,
 ) -> Sequence:
     """`prompt` as a number: that many ids, other ones for every name."""
     if isinstance(prompt, int):

@@ -1,11 +1,11 @@
 """A worker without a model: a toy network whose output depends on everything a plan can get wrong.
 
 Two "layers" of KV cache. Layer 0 at a position holds (position, id); layer 1 a hash of layer 0 at
-all positions up to it, as read back through the row's block table; the sampled id is a hash of layer
-1, read back likewise. As in a real network, all tokens of a step are stored in a layer before any
-is read. So a wrong table, slot, position, order, a block shared with another prefix or written by
-another row, a skipped or repeated token: each changes the ids that follow. `expected_ids` computes
-the same straight from the tokens.
+all positions up to it, as read back through the row's block table; the sampled id is a hash of
+layer 1, read back likewise. As in a real network, all tokens of a step are stored in a layer before
+any is read. So a wrong table, slot, position, order, a block shared with another prefix or written
+by another row, a skipped or repeated token: each changes the ids that follow. `expected_ids`
+computes the same straight from the tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterable
+from typing import Any
+
+import msgspec
 
 from tp_runtime.messages import (
     Answer,
@@ -27,8 +30,6 @@ from tp_runtime.messages import (
     pack_ids,
     unpack_ids,
 )
-
-import msgspec
 
 _decode = msgspec.msgpack.Decoder(StepPlan).decode
 
@@ -178,7 +179,7 @@ class FakeWorker:
         return row.table[position // self.block_size] * self.block_size + position % self.block_size
 
     @staticmethod
-    def _read(layer: list, slot: int) -> object:
+    def _read(layer: list[Any], slot: int) -> Any:
         assert layer[slot] is not None, "a slot is read that nobody wrote"
         return layer[slot]
 

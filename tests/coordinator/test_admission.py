@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.coordinator.driving import VOCAB, Drive, check_outputs, make_limits, make_seq
@@ -126,7 +128,7 @@ def test_a_request_as_long_as_the_pool_does_not_block_the_queue():
 # ---------------------------------------------------------------- parameters
 
 
-def _resolve(seq: Sequence, **limits: object) -> RowSampling:
+def _resolve(seq: Sequence, **limits: Any) -> RowSampling:
     prepare(seq, make_limits(**limits))
     assert seq.sampling is not None
     return seq.sampling

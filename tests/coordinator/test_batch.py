@@ -21,7 +21,8 @@ def _seq(name: object) -> Sequence:
 
 @given(st.lists(st.tuples(st.sets(st.integers(0, 7)), st.integers(0, 4)), max_size=12))
 def test_applying_moves_and_entries_gives_the_rows_of_the_batch(changes):
-    batch, mirror, count = Batch(), {}, 0
+    batch, count = Batch(), 0
+    mirror: dict[int, Sequence] = {}
     for leaving, entering in changes:
         for number in sorted(leaving):
             if number < len(mirror):

@@ -85,7 +85,7 @@ def test_the_end_of_a_table_is_evicted_before_its_beginning():
 
 
 def test_a_duplicate_stays_with_its_holder_and_the_first_one_is_found():
-    """The fault: the duplicate took over the hash, and its release freed the other one's contents."""
+    """The fault: the duplicate took over the hash, and releasing it lost the other's contents."""
     pool = BlockPool(3)
     first, second = pool.allocate(1), pool.allocate(1)
     pool.register(first[0], A)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.coordinator.driving import VOCAB, Drive, alone, check_outputs, make_limits, make_seq
@@ -19,7 +21,7 @@ def _windows(drive: Drive, rounds: int) -> list[int]:
     return found
 
 
-def _decoding(run_ahead: int, **params: object) -> Drive:
+def _decoding(run_ahead: int, **params: Any) -> Drive:
     drive = Drive(make_limits(run_ahead=run_ahead, max_model_len=200, num_blocks=200))
     drive.add(make_seq("a", 3, 60, **params))
     drive.fill_window()

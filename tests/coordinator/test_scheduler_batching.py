@@ -126,7 +126,7 @@ def test_steady_decode_names_no_rows_and_uses_the_smallest_graph():
     mixed, steady = _step(drive), _step(drive)
     assert (mixed.padded, mixed.decode_rows) == (0, b"")
     assert (steady.padded, steady.decode_rows) == (4, None)
-    assert steady.chunks == steady.moves == steady.new_rows == steady.blocks == []
+    assert not (steady.chunks or steady.moves or steady.new_rows or steady.blocks)
 
 
 def test_rows_close_up_when_one_in_the_middle_ends():

