@@ -21,7 +21,9 @@ pytestmark = pytest.mark.gpu
 
 KINDS = {
     "qwen3": {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2},
-    "llama": {"head_dim": 64, "num_attention_heads": 9, "num_key_value_heads": 3},
+    "llama": {
+        "hidden_size": 144, "head_dim": 64, "num_attention_heads": 9, "num_key_value_heads": 3
+    },
     "qwen2": {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2},
 }
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}

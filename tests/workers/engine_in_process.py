@@ -20,6 +20,7 @@ from tp_runtime.workers.kv_cache import KVGeometry
 from tp_runtime.workers.loader import load_weights
 from tp_runtime.workers.models.registry import build_model
 from tp_runtime.workers.runner import Runner, StepResult
+from tp_runtime.workers.sharded_sampler import ShardedSampler
 
 
 def answer_of(result: StepResult) -> Answer:
@@ -33,7 +34,8 @@ def answer_of(result: StepResult) -> Answer:
 
 
 class EngineInProcess:
-    """One rank, the whole model, plans straight from the scheduler."""
+    """One rank, plans straight from the scheduler. With a group of several ranks each of them runs
+    a scheduler of its own, which decides the same because all ranks sample the same ids."""
 
     def __init__(
         self,
@@ -45,11 +47,13 @@ class EngineInProcess:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         backend: AttentionBackend | None = None,
+        group: TPGroup | None = None,
+        sampler: type[GatherSampler] | type[ShardedSampler] = GatherSampler,
         **limits: object,
     ) -> None:
         self.config = ModelConfig.from_folder(folder)
         place = torch.device(device)
-        group = TPGroup.single()
+        group = group or TPGroup.single()
         model = build_model(
             self.config, group, dtype, place, backend or ReferenceBackend(), max_model_len
         )
@@ -73,7 +77,7 @@ class EngineInProcess:
             place,
         )
         kv = geometry.allocate(num_blocks, place)
-        self.runner = Runner(model, kv, state, GatherSampler(group, model.lm_head), group)
+        self.runner = Runner(model, kv, state, sampler(group, model.lm_head), group)
 
     def add(self, name: str, prompt: list[int], params: SamplingParams, seed: int = 0) -> Sequence:
         seq = Sequence(SeqKey(name), prompt, params, seed=seed)
