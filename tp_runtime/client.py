@@ -181,6 +181,11 @@ class Client:
     def address(self) -> str:
         return self._requests.connection.address
 
+    @property
+    def requests(self) -> RequestMaker:
+        """The layer below: requests one by one, for code that follows many of them itself."""
+        return self._requests
+
     @overload
     def generate(
         self,
