@@ -8,13 +8,13 @@ transformers; `tests.workers.parity` compares with it.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tests.workers.mutations import MUTATIONS
+from tests.workers.mutations import MUTATIONS, attentions
 from tp_runtime.model_config import ModelConfig
 from tp_runtime.ops.attention.metadata import (
     AttentionMetadata,
@@ -30,7 +30,8 @@ from tp_runtime.workers.models.registry import build_model
 
 BLOCK_SIZE = 4
 CHUNKS = (23, 17)
-"""Prefill chunks of the paged run, neither a multiple of the block size; then decode steps."""
+"""Prefill chunks of the forced sequence, neither a multiple of the block size; then decode steps
+while the other sequence generates."""
 
 
 @dataclass(frozen=True)
@@ -40,74 +41,94 @@ class RankResult:
     prefill: Tensor | None
     """[forced, vocab]: the whole sequence in one prefill."""
     paged: Tensor | None
-    """[forced, vocab]: chunks over the cache, then one token at a time."""
+    """[forced, vocab]: chunks over the cache, then one token at a time, in mixed batches."""
     greedy: list[int]
     checksum: float
     """Of the hidden states: equal bits on every rank."""
 
 
 @dataclass
-class PagedSequence:
-    """One sequence in a cache of its own."""
+class Sequence:
+    """Block table [blocks] int32 and tokens in the cache so far."""
 
-    model: CausalLM
-    max_len: int
+    table: Tensor
     length: int = 0
-    kv: list[LayerKV] = field(default_factory=list)
-    table: Tensor = field(default_factory=lambda: torch.empty(0))
 
-    def __post_init__(self) -> None:
-        blocks = -(-self.max_len // BLOCK_SIZE) + 2
-        order = list(range(blocks))
-        random.Random(0).shuffle(order)
-        self.table = torch.tensor(order, dtype=torch.int32)
-        for layer in self.model.model.layers:
-            heads, dim = layer.self_attn.attn.num_kv_heads, layer.self_attn.attn.head_dim
-            shape = (blocks, BLOCK_SIZE, heads, dim)
-            dtype = self.model.place.dtype
-            caches = [torch.full(shape, torch.nan, dtype=dtype) for _ in range(2)]
-            self.kv.append(LayerKV(*caches))
 
-    def prefill(self, ids: list[int]) -> Tensor:
-        """The next tokens as one chunk -> hidden [tokens, hidden]."""
-        start, self.length = self.length, self.length + len(ids)
-        chunk = PrefillMetadata(
-            cu_seqlens_q=torch.tensor([0, len(ids)], dtype=torch.int32),
-            context_lens=torch.tensor([self.length], dtype=torch.int32),
-            block_tables=self.table[None] if start else None,
-            max_seqlen_q=len(ids),
-            max_seqlen_k=self.length,
-        )
-        positions = torch.arange(start, self.length)
-        return self._run(ids, positions, self._slots(positions), prefill=chunk)
+class PagedModel:
+    """A loaded model and a cache that starts full of NaN, its blocks dealt out in random order."""
 
-    def decode(self, token: int) -> Tensor:
-        """One token beside a padding row -> hidden [1, hidden]."""
-        position = torch.tensor([self.length, 0])
-        self.length += 1
-        rows = DecodeMetadata(
-            context_lens=torch.tensor([self.length, 0], dtype=torch.int32),
-            block_tables=torch.stack([self.table, torch.full_like(self.table, -1)]),
-            max_context_len=self.length,
-        )
-        slots = self._slots(position)
-        slots[1] = -1
-        return self._run([token, 0], position, slots, decode=rows)[:1]
+    def __init__(self, model: CausalLM, num_blocks: int) -> None:
+        self.model = model
+        self._free = list(range(num_blocks))
+        random.Random(0).shuffle(self._free)
+        self._kv = []
+        for attention in attentions(model):
+            shape = (num_blocks, BLOCK_SIZE, attention.num_kv_heads, attention.head_dim)
+            caches = [torch.full(shape, torch.nan, dtype=model.place.dtype) for _ in range(2)]
+            self._kv.append(LayerKV(*caches))
 
-    def _slots(self, positions: Tensor) -> Tensor:
-        return self.table.long()[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    def sequence(self, max_len: int) -> Sequence:
+        blocks = -(-max_len // BLOCK_SIZE)
+        return Sequence(torch.tensor([self._free.pop() for _ in range(blocks)], dtype=torch.int32))
 
-    def _run(
+    def step(
         self,
-        ids: list[int],
-        positions: Tensor,
-        slots: Tensor,
-        prefill: PrefillMetadata | None = None,
-        decode: DecodeMetadata | None = None,
-    ) -> Tensor:
-        meta = AttentionMetadata(slots, decode, prefill)
-        hidden: Tensor = self.model(torch.tensor(ids), positions, self.kv, meta)
-        return hidden
+        decode: list[tuple[Sequence, int]],
+        chunk: tuple[Sequence, list[int]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """One token of each decode row, then a chunk -> hidden of the rows, hidden of the chunk.
+
+        A padding row goes last among the decode rows, as in a padded graph."""
+        ids, positions, slots = [], [], []
+        for sequence, token in decode:
+            ids.append(token)
+            positions.append(sequence.length)
+            slots.append(self._slot(sequence, sequence.length))
+            sequence.length += 1
+        if decode:
+            ids.append(0)
+            positions.append(0)
+            slots.append(-1)
+        rows = len(ids)
+        if chunk is not None:
+            sequence, tokens = chunk
+            ids += tokens
+            new = range(sequence.length, sequence.length + len(tokens))
+            positions += new
+            slots += [self._slot(sequence, position) for position in new]
+            sequence.length += len(tokens)
+        meta = AttentionMetadata(
+            torch.tensor(slots),
+            _decode_metadata([sequence for sequence, _ in decode]),
+            _prefill_metadata(*chunk) if chunk else None,
+        )
+        hidden = self.model(torch.tensor(ids), torch.tensor(positions), self._kv, meta)
+        return hidden[: len(decode)], hidden[rows:]
+
+    def _slot(self, sequence: Sequence, position: int) -> int:
+        return int(sequence.table[position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
+
+
+def _decode_metadata(rows: list[Sequence]) -> DecodeMetadata | None:
+    if not rows:
+        return None
+    width = max(len(row.table) for row in rows)
+    tables = torch.full((len(rows) + 1, width), -1, dtype=torch.int32)
+    for at, row in enumerate(rows):
+        tables[at, : len(row.table)] = row.table
+    lengths = [row.length for row in rows] + [0]
+    return DecodeMetadata(torch.tensor(lengths, dtype=torch.int32), tables, max(lengths))
+
+
+def _prefill_metadata(sequence: Sequence, ids: list[int]) -> PrefillMetadata:
+    return PrefillMetadata(
+        cu_seqlens_q=torch.tensor([0, len(ids)], dtype=torch.int32),
+        context_lens=torch.tensor([sequence.length], dtype=torch.int32),
+        block_tables=sequence.table[None] if sequence.length > len(ids) else None,
+        max_seqlen_q=len(ids),
+        max_seqlen_k=sequence.length,
+    )
 
 
 def load_model(group: TPGroup, folder: str | Path, max_model_len: int) -> CausalLM:
@@ -129,38 +150,48 @@ def run_model(
     max_model_len: int | None = None,
     mutation: str | None = None,
 ) -> RankResult:
-    """Forced logits on both paths, then `new_tokens` greedy ones after the first `prompt_len`."""
+    """Forced logits on both paths; `new_tokens` greedy ones after the first `prompt_len`."""
     max_len = max_model_len or max(len(forced), prompt_len + new_tokens)
     model = load_model(group, folder, max_len)
     if mutation is not None:
         MUTATIONS[mutation](model)
-    hidden = PagedSequence(model, max_len).prefill(forced)
+    blocks_each = -(-max_len // BLOCK_SIZE)
+    paged = PagedModel(model, 3 * blocks_each)
+    _, whole = paged.step([], (paged.sequence(max_len), forced))
+    mixed, greedy = _mixed(paged, forced, forced[:prompt_len], new_tokens, max_len)
     return RankResult(
-        prefill=_gathered(model, hidden),
-        paged=_gathered(model, _paged(model, forced, max_len)),
-        greedy=_greedy(model, forced[:prompt_len], new_tokens, max_len),
-        checksum=hidden.double().sum().item(),
+        prefill=_gathered(model, whole),
+        paged=_gathered(model, mixed),
+        greedy=greedy,
+        checksum=(whole.double().sum() + mixed.double().sum()).item(),
     )
 
 
-def _paged(model: CausalLM, forced: list[int], max_len: int) -> Tensor:
-    sequence, at, parts = PagedSequence(model, max_len), 0, []
-    for size in CHUNKS:
-        parts.append(sequence.prefill(forced[at : at + size]))
-        at += size
-    parts += [sequence.decode(token) for token in forced[at:]]
-    return torch.cat(parts)
+def _mixed(
+    paged: PagedModel, forced: list[int], prompt: list[int], count: int, max_len: int
+) -> tuple[Tensor, list[int]]:
+    """The forced sequence in CHUNKS and decode steps, the prompt greedily, in the same batches.
 
-
-def _greedy(model: CausalLM, prompt: list[int], count: int, max_len: int) -> list[int]:
-    """Prefill of the prompt, then decode through the cache."""
-    if count == 0:
-        return []
-    sequence = PagedSequence(model, max_len)
-    tokens = [_best(model, sequence.prefill(prompt)[-1:])]
-    while len(tokens) < count:
-        tokens.append(_best(model, sequence.decode(tokens[-1])))
-    return tokens
+    Returns hidden states [forced, hidden] and `count` generated ids."""
+    first, second = paged.sequence(max_len), paged.sequence(max_len)
+    tokens: list[int] = []
+    if count:
+        _, hidden = paged.step([], (second, prompt))
+        tokens.append(_best(paged.model, hidden[-1:]))
+    work = [forced[: CHUNKS[0]], forced[CHUNKS[0] : sum(CHUNKS)]]
+    work += [[token] for token in forced[sum(CHUNKS) :]]
+    parts = []
+    for at in range(max(len(work), count - 1)):
+        decode = [(second, tokens[-1])] if len(tokens) < count else []
+        chunk = (first, work[at]) if at < len(CHUNKS) else None
+        if len(CHUNKS) <= at < len(work):
+            decode.append((first, work[at][0]))
+        rows, chunk_hidden = paged.step(decode, chunk)
+        if at < len(work):
+            parts.append(chunk_hidden if chunk else rows[-1:])
+        if len(tokens) < count:
+            tokens.append(_best(paged.model, rows[:1]))
+    return torch.cat(parts), tokens
 
 
 def _best(model: CausalLM, hidden: Tensor) -> int:
@@ -168,9 +199,8 @@ def _best(model: CausalLM, hidden: Tensor) -> int:
     part, padding included, as in sampling without a gather of the logits."""
     head = model.lm_head
     value, column = model.compute_logits(hidden).max(dim=-1)
-    values = torch.cat(head.group.comm.all_gather(value))
-    ids = torch.cat(head.group.comm.all_gather(column + head.shard.start))
-    return int(ids[values.argmax()])
+    pairs = head.group.comm.all_gather(torch.stack([value.double(), column + head.shard.start]))
+    return int(max(pairs, key=lambda pair: (pair[0], -pair[1]))[1])
 
 
 def _gathered(model: CausalLM, hidden: Tensor) -> Tensor | None:

@@ -12,6 +12,7 @@ from types import MethodType
 import torch
 from torch import Tensor, nn
 
+from tp_runtime.ops.attention.layer import Attention
 from tp_runtime.ops.embedding import ParallelLMHead
 from tp_runtime.ops.linear import PackedColumnLinear
 from tp_runtime.ops.norm import RMSNorm
@@ -28,6 +29,11 @@ class _Unchanged(nn.Module):
 class _Unrotated(nn.Module):
     def forward(self, positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q, k
+
+
+def attentions(model: CausalLM) -> list[Attention]:
+    """The attention of every layer, in order."""
+    return [module for module in model.modules() if isinstance(module, Attention)]
 
 
 def _layer(model: CausalLM) -> DecoderLayer:
@@ -116,13 +122,14 @@ def _drop_vocabulary_mask(model: CausalLM) -> None:
 
 
 def _drop_window(model: CausalLM) -> None:
-    for layer in model.model.layers:
-        layer.self_attn.attn.window = None
+    for attention in attentions(model):
+        attention.window = None
 
 
 def _widen_window(model: CausalLM) -> None:
-    for layer in model.model.layers:
-        layer.self_attn.attn.window += 1
+    for attention in attentions(model):
+        assert attention.window is not None
+        attention.window += 1
 
 
 MUTATIONS: dict[str, Mutation] = {

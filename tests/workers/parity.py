@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.gloo_pool import GlooPool
 from tests.workers.model_harness import RankResult, run_model
+from tp_runtime.model_config import ModelConfig
 from tp_runtime.ops.group import TPGroup
 
 FORCED = 64
@@ -78,21 +79,14 @@ def run_on_ranks(
     pools: Pools, size: int, folder: Path, greedy: bool = True, **options: Any
 ) -> list[RankResult]:
     """`run_model` on `size` ranks; one rank runs in this process."""
-    from tp_runtime.model_config import ModelConfig
-
     forced = forced_ids(ModelConfig.from_folder(folder).vocab_size)
-    args = (str(folder), forced, PROMPT, NEW_TOKENS if greedy else 0)
-    job = functools.partial(_run_named, options)
+    args = (options, str(folder), forced, PROMPT, NEW_TOKENS if greedy else 0)
     if size == 1:
-        return [job(TPGroup.single(), *args)]
-    return pools(size).run(_run_named_first, options, *args)
+        return [_run(TPGroup.single(), *args)]
+    return pools(size).run(_run, *args)
 
 
-def _run_named(options: dict[str, Any], group: TPGroup, *args: Any) -> RankResult:
-    return run_model(group, *args, **options)
-
-
-def _run_named_first(group: TPGroup, options: dict[str, Any], *args: Any) -> RankResult:
+def _run(group: TPGroup, options: dict[str, Any], *args: Any) -> RankResult:
     return run_model(group, *args, **options)
 
 
