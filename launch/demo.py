@@ -51,7 +51,7 @@ def demo_command(
 ) -> int:
     """Run a small real model on two workers: needs no GPU and no download by hand."""
     folder = model or str(demo_model_folder(_say))
-    settings = {"device": _device(device, ranks), "dtype": dtype, "max_model_len": None}
+    settings = {"device": _device(device, ranks), "dtype": dtype}
     _say(f"Starting {ranks} worker processes on {settings['device']} for {folder}")
     several = _ask_server(folder, ranks, settings, question, max_tokens, show=True)
     _say(
