@@ -1,0 +1,4 @@
+"""Short programs to copy. Each runs with the one torchrun line in its docstring.
+
+May import: everything.
+"""
