@@ -19,6 +19,7 @@ from torch import Tensor
 from tp_runtime.errors import ProtocolError
 from tp_runtime.messages import Chunk, NewRow, RowSampling, StepPlan
 from tp_runtime.workers.host_copy import to_device
+from tp_runtime.workers.row_parameters import RowParameters
 
 _GREEDY = RowSampling(temperature=0.0, seed=0)
 
@@ -63,6 +64,7 @@ class BatchState:
         self.block_tables = torch.zeros(
             (self.max_rows, self.max_blocks), dtype=torch.int32, device=self.device
         )
+        self.parameters = RowParameters(self.max_rows, self.device)
 
     # ------------------------------------------------------------ plans
 
@@ -74,6 +76,8 @@ class BatchState:
             self._move(plan.moves)
         for new in plan.new_rows:
             self._add(new)
+        if plan.new_rows:
+            self.parameters.add(plan.new_rows)
         if plan.new_rows or plan.moves:
             self.sampling_version += 1
         if plan.blocks:
@@ -90,6 +94,7 @@ class BatchState:
             tensors += [self.token_counts.in_prompt, self.token_counts.counts]
         for tensor in tensors:
             tensor[target] = tensor[source]
+        self.parameters.move(source, target)
         moved = [self.rows[s] for s, _ in moves]
         for (_, t), row in zip(moves, moved, strict=True):
             self.rows[t] = row

@@ -44,32 +44,29 @@ def _entries(
     return Entries(device_pairs[0], device_pairs[1], device_values)
 
 
-def build_batch(params: list[RowSampling], position: Tensor) -> SamplingBatch:
-    """Device form of `params`, one entry per row; `position` [rows] int64. No penalties yet."""
-    device = position.device
-    floats = np.array(
-        [[s.temperature, s.top_p, s.min_p] for s in params], dtype=np.float32
-    ).reshape(-1, 3)
-    ints = np.array(
-        [[s.seed, s.top_k, s.min_position] for s in params], dtype=np.int64
-    ).reshape(-1, 3)
-    f, i = to_device(floats.T, device), to_device(ints.T, device)
+def build_batch(
+    params: list[RowSampling], floats: Tensor, ints: Tensor, position: Tensor
+) -> SamplingBatch:
+    """`floats` [6, rows] and `ints` [3, rows] as in RowParameters; `position` [rows] int64 of the
+    tokens to be drawn. Penalties are added by `SamplingRows`."""
     return SamplingBatch(
         kind=sampling_class(params),
-        temperature=f[0],
-        top_p=f[1],
-        min_p=f[2],
-        seed=i[0],
-        top_k=i[1],
-        min_position=i[2],
+        temperature=floats[0],
+        top_p=floats[1],
+        min_p=floats[2],
+        seed=ints[0],
+        top_k=ints[1],
+        min_position=ints[2],
         position=position,
         bias=_entries(
-            [s.bias_ids for s in params], [v for s in params for v in s.bias_values], device
+            [s.bias_ids for s in params],
+            [v for s in params for v in s.bias_values],
+            position.device,
         ),
         blocked=_entries(
             [s.blocked_ids for s in params],
             [float("-inf")] * sum(len(s.blocked_ids) // 4 for s in params),
-            device,
+            position.device,
         ),
         truncated=any(is_truncated(s) for s in params),
     )
@@ -84,14 +81,21 @@ class SamplingRows:
         self._batch: SamplingBatch | None = None
         self._penalties: tuple[Tensor, Tensor, Tensor] | None = None
 
+    def kind(self, host_rows: list[int]) -> SamplingClass:
+        """The least class that serves these rows."""
+        return sampling_class([self._state.rows[r].sampling for r in host_rows])
+
     def batch(self, rows: Tensor, host_rows: list[int], position: Tensor) -> SamplingBatch:
         """`rows` [n] int64 on the device and the same rows on the host; `position` [n] of the
         tokens to be drawn."""
         key = (self._state.sampling_version, tuple(host_rows))
         if self._batch is None or key != self._key:
             params = [self._state.rows[r].sampling for r in host_rows]
-            self._key, self._batch = key, build_batch(params, position)
-            self._penalties = self._penalty_tensors(params, position.device)
+            floats = self._state.parameters.floats[:, rows]
+            ints = self._state.parameters.ints[:, rows]
+            self._key, self._batch = key, build_batch(params, floats, ints, position)
+            has_penalties = any(s.has_penalties for s in params)
+            self._penalties = (floats[3], floats[4], floats[5]) if has_penalties else None
         batch = dataclasses.replace(self._batch, position=position)
         counts = self._state.token_counts
         if self._penalties is not None and counts is not None:
@@ -99,13 +103,3 @@ class SamplingRows:
                 counts.in_prompt[rows], counts.counts[rows], *self._penalties
             )
         return batch
-
-    @staticmethod
-    def _penalty_tensors(
-        params: list[RowSampling], device: torch.device
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        if not any(s.has_penalties for s in params):
-            return None
-        rows = [[s.repetition_penalty, s.frequency_penalty, s.presence_penalty] for s in params]
-        t = to_device(np.array(rows, dtype=np.float32).T, device)
-        return t[0], t[1], t[2]

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from tp_runtime.messages import RowSampling, pack_ids
+from tp_runtime.messages import NewRow, RowSampling, pack_ids
 from tp_runtime.ops.embedding import ParallelLMHead
 from tp_runtime.ops.group import TPGroup
 from tp_runtime.ops.sampling.sampler import Penalties, sample
+from tp_runtime.workers.batch_state import BatchState
 from tp_runtime.workers.gather_sampler import GatherSampler
 from tp_runtime.workers.sampling_rows import build_batch
 from tp_runtime.workers.sharded_sampler import ShardedSampler
@@ -56,7 +57,11 @@ def draw_both(group: TPGroup, kind: str, n: int, alternatives: int) -> tuple[lis
     whole = whole_logits(n)
     local = torch.full((n, head.shard.padded), float("-inf"))
     local[:, : head.shard.size] = whole[:, head.shard.start : head.shard.stop]
-    batch = build_batch(rows_of(kind, n), torch.arange(n) + 40)
+    state = BatchState(n, 1, 16, VOCAB, torch.device("cpu"))
+    params = rows_of(kind, n)
+    state.parameters.add([NewRow(i, p, 1) for i, p in enumerate(params)])
+    floats, ints = state.parameters.floats, state.parameters.ints
+    batch = build_batch(params, floats, ints, torch.arange(n) + 40)
     if kind == "full":
         generator = torch.Generator().manual_seed(5)
         batch.penalties = Penalties(
@@ -78,9 +83,7 @@ def draw_both(group: TPGroup, kind: str, n: int, alternatives: int) -> tuple[lis
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["greedy", "gumbel", "full"])
-def test_both_samplers_draw_the_same_on_every_rank(
-    gloo_pool: Pools, size: int, kind: str
-) -> None:
+def test_both_samplers_draw_the_same_on_every_rank(gloo_pool: Pools, size: int, kind: str) -> None:
     for n in (1, 2, 7):
         results = gloo_pool(size).run(draw_both, kind, n, 4 if n == 7 else -1)
         for gathered, sharded, alone in results:
