@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+
 from tp_runtime.ops.sampling.philox import gumbel, philox_words, uniform
 from tp_runtime.ops.sampling.sampler import (
     Entries,
