@@ -8,7 +8,6 @@ feeds.
 from __future__ import annotations
 
 import asyncio
-import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -161,8 +160,6 @@ class AsyncClient:
         self._requests = RequestMaker(
             address, reconnect, timeout, connect_timeout, reconnect_timeout
         )
-        connection = self._requests.connection
-        self._finalizer = weakref.finalize(self, connection.close, wait=False)
         self._loop_events: _LoopEvents | None = None
 
     @property
@@ -270,8 +267,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Cancels what runs and closes the connection. May be called twice."""
-        self._finalizer.detach()
-        await asyncio.to_thread(self._requests.connection.close)
+        await asyncio.to_thread(self._requests.close)
 
     async def __aenter__(self) -> AsyncClient:
         await self.connect()
@@ -295,19 +291,28 @@ class AsyncClient:
         return AsyncTokenStream(self._requests, self._events, batch)
 
     async def _wait(self, batch: Batch) -> RequestOutput | list[RequestOutput]:
+        """All outputs in order; the first error of any request ends the others."""
+        ended: asyncio.Queue[int] = asyncio.Queue()
         calls: list[GenerateCall] = []
         try:
-            for index, message in enumerate(batch.messages):
-                if index >= MAX_IN_FLIGHT:
-                    await self._result(calls[index - MAX_IN_FLIGHT].future)
-                calls.append(self._requests.begin(message, index, None))
-            outputs = [await self._result(call.future) for call in calls]
+            for number in range(len(batch.messages)):
+                while len(calls) < min(len(batch.messages), number + MAX_IN_FLIGHT):
+                    self._begin_and_tell(batch, calls, ended)
+                calls[await ended.get()].future.result()
         except BaseException:  # the task was cancelled, or one request failed
             for call in calls:
                 if not call.future.done():
                     self._requests.connection.cancel(call.request_id)
             raise
+        outputs = [call.future.result() for call in calls]
         return outputs[0] if batch.single else outputs
+
+    def _begin_and_tell(
+        self, batch: Batch, calls: list[GenerateCall], ended: asyncio.Queue[int]
+    ) -> None:
+        index, events = len(calls), self._events
+        calls.append(self._requests.begin(batch.messages[index], index, None))
+        calls[index].future.add_done_callback(lambda _: events.put(lambda: ended.put_nowait(index)))
 
     async def _result(self, future: Future[T]) -> T:
         """The result of a future of the connection, which itself is never cancelled."""

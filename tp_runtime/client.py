@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import weakref
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, cast, overload
@@ -16,7 +15,6 @@ from tp_runtime.client_requests import (
     DEFAULT_RECONNECT_TIMEOUT_S,
     MAX_IN_FLIGHT,
     Batch,
-    Listener,
     RequestMaker,
 )
 from tp_runtime.messages import Info, Tokenized, unpack_ids
@@ -169,10 +167,8 @@ class Client:
         self._requests = RequestMaker(
             address, reconnect, timeout, connect_timeout, reconnect_timeout
         )
-        connection = self._requests.connection
-        self._finalizer = weakref.finalize(self, connection.close, wait=False)
         try:
-            connection.ping().result()
+            self._requests.connection.ping().result()
         except BaseException:
             self.close()
             raise
@@ -284,7 +280,7 @@ class Client:
         batch = self._requests.generate(prompt, None, params, fields, options, stream=False)
         if not batch.single:
             raise TypeError("submit takes one prompt; call it once for each.")
-        return PendingOutput(self._requests, self._begin(batch, 0))
+        return PendingOutput(self._requests, self._requests.begin(batch.messages[0], 0, None))
 
     def info(self, timeout: float | None = None) -> Info:
         """What the server says about itself: model, sizes, state, counters."""
@@ -315,8 +311,7 @@ class Client:
 
     def close(self) -> None:
         """Cancels what runs and closes the connection. May be called twice."""
-        self._finalizer.detach()
-        self._requests.connection.close()
+        self._requests.close()
 
     def __enter__(self) -> Client:
         return self
@@ -329,20 +324,26 @@ class Client:
     ) -> None:
         self.close()
 
-    def _begin(self, batch: Batch, index: int, listener: Listener | None = None) -> GenerateCall:
-        return self._requests.begin(batch.messages[index], index, listener)
-
     def _wait(self, batch: Batch) -> RequestOutput | list[RequestOutput]:
+        """All outputs in order; the first error of any request ends the others."""
+        ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         calls: list[GenerateCall] = []
         try:
-            for index in range(len(batch.messages)):
-                if index >= MAX_IN_FLIGHT:
-                    calls[index - MAX_IN_FLIGHT].future.result()
-                calls.append(self._begin(batch, index))
-            outputs = [call.future.result() for call in calls]
+            for number in range(len(batch.messages)):
+                while len(calls) < min(len(batch.messages), number + MAX_IN_FLIGHT):
+                    self._begin_and_tell(batch, calls, ended)
+                calls[ended.get()].future.result()
         except BaseException:  # Ctrl-C too
             for call in calls:
                 if not call.future.done():
                     self._requests.connection.cancel(call.request_id)
             raise
+        outputs = [call.future.result() for call in calls]
         return outputs[0] if batch.single else outputs
+
+    def _begin_and_tell(
+        self, batch: Batch, calls: list[GenerateCall], ended: queue.SimpleQueue[int]
+    ) -> None:
+        index = len(calls)
+        calls.append(self._requests.begin(batch.messages[index], index, None))
+        calls[index].future.add_done_callback(lambda _: ended.put(index))

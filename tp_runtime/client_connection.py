@@ -70,6 +70,8 @@ class Connection:
         self._give_up_at: float | None = None
         self._lost_for_good: TPRuntimeError | None = None
         self._open = True
+        self._ended = False
+        self._ending = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="tp_runtime client", daemon=True)
         self._thread.start()
 
@@ -77,23 +79,31 @@ class Connection:
 
     def send(self, call: Call) -> None:
         """Returns at once; the call is answered, or fails, later."""
-        self._work.put(lambda: self._begin(call))
+        self._post(lambda: self._begin(call))
 
     def cancel(self, request_id: str) -> None:
         """The call fails with RequestCancelledError at once; the server is told."""
-        self._work.put(lambda: self._cancel(request_id))
+        self._post(lambda: self._cancel(request_id))
 
     def ping(self) -> Future[str]:
         """The server's instance, once there is a connection to it."""
         future: Future[str] = Future()
-        self._work.put(lambda: self._add_ping(future))
+        self._post(lambda: self._add_ping(future))
         return future
 
     def close(self, wait: bool = True) -> None:
         """Cancels all calls and ends the thread."""
-        self._work.put(self._close)
+        self._post(self._close)
         if wait and threading.current_thread() is not self._thread:
             self._thread.join(2.0)
+
+    def _post(self, work: Callable[[], None]) -> None:
+        """To the thread; once that has ended, work is done here, which can only be to fail."""
+        with self._ending:
+            if not self._ended:
+                self._work.put(work)
+                return
+        work()
 
     # ------------------------------------------------------------ the thread
 
@@ -113,10 +123,10 @@ class Connection:
                 self._drop_link()
         self._drop_link()
         context.term()
-        while work_left := self._work.drain():  # calls that came while it closed
-            for work in work_left:
-                work()
-            self._fail_all(_closed_error())
+        with self._ending:
+            self._ended = True
+        for work in self._work.drain():  # what came while it closed
+            work()
 
     def _poll(self) -> None:
         poller = zmq.Poller()
@@ -192,7 +202,9 @@ class Connection:
             self._link.send(encode(Cancel(request_id)))
 
     def _add_ping(self, future: Future[str]) -> None:
-        if self._lost_for_good is not None:
+        if not self._open:
+            future.set_exception(_closed_error())
+        elif self._lost_for_good is not None:
             future.set_exception(self._lost_for_good)
         elif self._link is not None and self._link.established:
             future.set_result(self._link.instance)

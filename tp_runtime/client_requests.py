@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -58,8 +59,14 @@ class RequestMaker:
             connect_timeout,
             reconnect_timeout if reconnect else 0.0,
         )
+        # When client and streams are all forgotten; it refers to none of them.
+        self._finalizer = weakref.finalize(self, self.connection.close, wait=False)
         self._names = itertools.count(1)
         self._prefix = secrets.token_hex(4)
+
+    def close(self) -> None:
+        self._finalizer.detach()
+        self.connection.close()
 
     def generate(
         self,

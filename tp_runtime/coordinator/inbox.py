@@ -25,8 +25,8 @@ class RequestKey(NamedTuple):
 class SubmittedRequest:
     """A request with its samples, one Sequence each, to be admitted all or none.
 
-    The engine answers with `TextThreads.accepted` or `TextThreads.failed`. `seed` is the one given or drawn
-    (each sequence has it too). `deadline`: `time.monotonic()` after which the engine fails the
+    The engine answers with `TextThreads.accepted` or `TextThreads.failed`. Each sequence has the
+    seed that was given or drawn. `deadline`: `time.monotonic()` after which the engine fails the
     request with RequestTimeoutError; None: it may take as long as it takes."""
 
     key: RequestKey

@@ -1,0 +1,1 @@
+"""Tests of Client and AsyncClient over real ZeroMQ sockets, with a fake engine behind."""
