@@ -31,7 +31,15 @@ class CoordinatorProcess:
         command = [sys.executable, "-m", COORDINATOR_MODULE]
         command += ["--config", config.to_json(), "--run-dir", str(folder.path)]
         command += ["--watch-pid", str(watch.pid)]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        # Its signals wait until it can take them: a Ctrl-C while it is still importing must neither
+        # be lost nor show a traceback.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         folder.write_coordinator(ProcessId.of(self._process.pid))
 
     def ended(self) -> int | None:

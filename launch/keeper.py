@@ -57,7 +57,9 @@ _TURN_MS = 200
 class Keeper:
     """See the module's docstring. `run` returns the exit status for the process.
 
-    `every_turn` is called a few times a second, for showing progress."""
+    `relay_signals`: a signal is a person's wish for the server to end, and goes to the coordinator.
+    Without it (a launcher of ours handles signals itself) only torch's elastic agent sends them,
+    and means this process. `every_turn` is called a few times a second, for showing progress."""
 
     def __init__(
         self,
@@ -68,6 +70,7 @@ class Keeper:
         threads: int,
         signals: KeeperSignals,
         outlived_by: Sequence[ProcessId],
+        relay_signals: bool = True,
         every_turn: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
@@ -77,6 +80,7 @@ class Keeper:
         self._threads = threads
         self._signals = signals
         self._signal_pipe = signals.collect()
+        self._relay_signals = relay_signals
         self._every_turn = every_turn
         self._status: int | None = None
         self._stop_by = float("inf")
@@ -162,6 +166,9 @@ class Keeper:
         """SIGINT: stop now, SIGTERM: drain. Both through the coordinator, who tells all keepers;
         a second one that is no echo of the first stops this keeper at once."""
         for signum in self._signal_pipe.take():
+            if not self._relay_signals:
+                self._status = exit_status.of_signal(signum)
+                return
             if self._signals.is_second_wish():
                 self.gave_up_waiting, self._status = True, exit_status.of_signal(signum)
                 return

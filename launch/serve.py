@@ -103,7 +103,8 @@ class RankProcess:
             threads,
             self._signals,
             sorted({parent, self._agent}, key=lambda process: process.pid),
-            notice.turn,
+            relay_signals=not self._folder.claimed,
+            every_turn=notice.turn,
         )
 
     def _import_worker(self) -> WorkerMain:

@@ -98,11 +98,13 @@ class Program:
         assert self.folders() == [], [list(f.path.iterdir()) for f in self.folders()]
 
     def workers(self) -> set[ProcessId]:
-        """Worker processes that live now: children of a keeper, with the keeper's command."""
+        """Worker processes that live now: forked by a keeper, so they have its very command."""
         found = set()
         for process in descendants(self.process.pid):
-            parent = parent_of(process)
-            if all("tp_runtime.launch.serve" in command_of_pid(p) for p in (process.pid, parent)):
+            command = command_of_pid(process.pid)
+            if "tp_runtime.launch.serve" in command and command == command_of_pid(
+                parent_of(process)
+            ):
                 found.add(process)
         return found
 

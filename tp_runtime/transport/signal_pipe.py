@@ -17,6 +17,8 @@ class SignalPipe:
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for signum in self._signals:
             signal.signal(signum, lambda *_: None)  # a handler, or the default action would win
+        # A parent may have blocked them until there is somebody to take them: until now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
 
     def fileno(self) -> int:
         return self._read
