@@ -50,7 +50,7 @@ class FakeEngine:
         self.run.set()
         self._inbox = inbox
         self._texts = frontend.texts
-        self._step_s = step_s
+        self.step_s = step_s
         self._max_requests = max_requests
         self._open = True
         self._thread = threading.Thread(target=self._loop, name="fake engine", daemon=True)
@@ -67,7 +67,7 @@ class FakeEngine:
                 self._take(item)
             if self.run.is_set() and self.running:
                 self._step()
-            time.sleep(self._step_s or 0.0002)
+            time.sleep(self.step_s or 0.0002)
 
     def _take(self, item: object) -> None:
         if isinstance(item, SubmittedRequest):

@@ -103,11 +103,12 @@ def test_reading_a_steady_answer_costs_one_append_per_row():
 def test_a_full_pool_is_not_searched_for_a_waiting_prompt_in_every_step():
     """The fault: the queue's head had its whole prompt looked up in each step it waited."""
     limits = SchedulerLimits(
-        max_model_len=4096, vocab_size=1000, num_blocks=260, block_size=16, run_ahead=1
+        max_model_len=4096, vocab_size=1000, num_blocks=230, block_size=16, run_ahead=1
     )
     scheduler, worker = Scheduler(limits), NullWorker()
-    scheduler.add(Sequence(SeqKey("runs"), [1] * 160, SamplingParams(max_tokens=600)))
-    scheduler.add(Sequence(SeqKey("waits"), [2] * 4000, SamplingParams(max_tokens=10)))
+    shared = [1] * 1600  # found in the cache, block for block
+    scheduler.add(Sequence(SeqKey("runs"), shared + [2] * 400, SamplingParams(max_tokens=600)))
+    scheduler.add(Sequence(SeqKey("waits"), shared + [3] * 2000, SamplingParams(max_tokens=10)))
     counts = []
     for _ in range(20):
         plan = None

@@ -72,7 +72,7 @@ class Prefills:
         available = pool.num_free - reserve
         # Looking up a long prompt in every step while the pool is full would cost more than the
         # step; only blocks that were freed can make a difference.
-        if rows and self._refused is not None:
+        if self._refused is not None:
             refused, then = self._refused
             if refused is seq and available <= then:
                 return False

@@ -159,7 +159,6 @@ class Scheduler:
         runs or waits, or because an answer has to come first."""
         if len(self._in_flight) >= self._window() or not self._clear_rows():
             return None
-        before = self.counters.preemptions
         if not self._make_room():
             return None
         batch = self._batch
@@ -171,11 +170,10 @@ class Scheduler:
         if self._prefills.active or self._queue:
             budget = self.limits.max_num_batched_tokens - batch.num_decode
             chunks = self._prefills.continue_chunks(budget)
-            if self.counters.preemptions == before:  # or it would come straight back
-                budget -= sum(chunk.size for chunk in chunks)
-                admitted = self._prefills.admit(budget, len(batch), self._only)
-                entering = [chunk.seq for chunk in admitted]
-                chunks += admitted
+            budget -= sum(chunk.size for chunk in chunks)
+            admitted = self._prefills.admit(budget, len(batch), self._only)
+            entering = [chunk.seq for chunk in admitted]
+            chunks += admitted
         if not batch.num_decode and not chunks:
             return None
         moves = batch.settle(entering)
