@@ -14,7 +14,7 @@ So what stands before `session` runs on every rank, what stands in and after the
 only, and the number of worker processes is the number of ranks. Replacing the process, rather than
 forking it, makes it matter nothing what the script imported or which threads it runs. Open files
 and temporary folders of the other ranks are left as an ended process leaves them: call `session`
-early.
+early. Should torchrun be killed, rank 0's script gets SIGTERM and everything else ends.
 
 Without torchrun the same call starts the server as `LLM` does; `tensor_parallel_size` then says how
 many ranks.
@@ -52,6 +52,7 @@ def session(
 
     `options` are the fields of EngineConfig. Raises ConfigError for settings that cannot work, on
     rank 0 what kept the server from starting, and whatever the body raises."""
+    from tp_runtime.launch.parent_death import die_with_parent
     from tp_runtime.launch.rank_environment import RankPlace, under_torchrun
     from tp_runtime.llm import LLM, config_from_options
 
@@ -72,6 +73,8 @@ def session(
     command = _keeper_command(config, agent)
     if place.rank != 0:
         _become(command)
+    if not die_with_parent(agent.pid, signal.SIGTERM):
+        raise ServerUnavailableError("The torchrun that started this script is gone.")
     with _RankZero(command, agent) as server:
         yield server.client
 

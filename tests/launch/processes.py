@@ -111,6 +111,10 @@ class Program:
     def text(self) -> str:
         return self.output.read_text(errors="replace")
 
+    def lines(self) -> list[str]:
+        """What was printed, without this runtime's own notices."""
+        return [s for s in self.text().splitlines() if not s.startswith("tp_runtime: ")]
+
     def kill(self) -> None:
         self.watch()
         for process in [*self.seen]:

@@ -139,7 +139,7 @@ def test_under_torchrun_it_names_session(tiny, monkeypatch):
 def test_an_exception_that_ends_the_program_ends_the_server(script):
     with script("raise") as running:
         assert running.wait() == 1
-        assert running.text().splitlines()[:2] == ["5", "generated"]
+        assert running.lines()[:2] == ["5", "generated"]
         assert "RuntimeError: planted" in running.text()
         running.assert_all_gone(0.5)
 

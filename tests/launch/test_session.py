@@ -64,7 +64,7 @@ def wait_and_count_workers(running: Program, seconds: float = 90) -> int:
 def test_the_body_runs_once_and_its_exception_ends_all_ranks(script):
     with script("raise", *TORCHRUN) as running:
         assert running.wait(90) != 0
-        lines = running.text().splitlines()
+        lines = running.lines()
         assert {"before 0", "before 1"} < set(lines)
         assert [lines.count(line) for line in ("body 2", "tokens 6", "after")] == [1, 1, 0]
         assert "RuntimeError: planted" in running.text()
@@ -81,7 +81,7 @@ def test_kill_minus_nine_of_torchrun_leaves_nothing_after_two_seconds(script):
 def test_without_torchrun_the_script_runs_as_with_llm(script):
     with script("end", sys.executable) as running:
         assert running.wait(90) == 0
-        assert running.text().splitlines() == ["before None", "body 1", "tokens 6", "after"]
+        assert running.lines() == ["before None", "body 1", "tokens 6", "after"]
         running.assert_all_gone(0.5)
 
 
