@@ -183,7 +183,7 @@ class AsyncClient:
     @overload
     def generate(
         self,
-        prompts: str | None = ...,
+        prompts: str | Sequence[int] | None = ...,
         params: ParamsArgument = ...,
         *,
         stream: Literal[False] = ...,

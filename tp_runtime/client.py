@@ -195,7 +195,7 @@ class Client:
     @overload
     def generate(
         self,
-        prompts: str | None = ...,
+        prompts: str | Sequence[int] | None = ...,
         params: ParamsArgument = ...,
         *,
         stream: Literal[False] = ...,

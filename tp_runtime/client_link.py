@@ -11,7 +11,6 @@ import time
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from tp_runtime.errors import InvalidRequestError, ProtocolError
 from tp_runtime.messages import FRAME_HEADER, PROTOCOL_VERSION, ServerMessage
@@ -68,7 +67,7 @@ class ClientLink:
         """Whether the connection failed or was closed."""
         lost = False
         while self.monitor.poll(0):
-            recv_monitor_message(self.monitor)
+            self.monitor.recv_multipart()
             lost = True
         return lost
 

@@ -65,7 +65,7 @@ def test_a_prompt_gives_one_output_with_everything(client: Client) -> None:
 def test_prompts_as_ids_and_params_as_object(client: Client) -> None:
     params = SamplingParams(max_tokens=5, seed=1)
     by_position = client.generate([1, 2, 3], params)
-    by_name = client.generate(prompt_token_ids=[1, 2, 3], params=params)
+    by_name = client.generate(None, params, prompt_token_ids=[1, 2, 3])
     for output in (by_position, by_name):
         assert output.prompt_token_ids == [1, 2, 3]
         assert output.token_ids == story(1, 5)
@@ -196,13 +196,14 @@ def test_a_list_longer_than_the_servers_queue_is_sent_as_answers_come(
         assert sum(len(chunk.token_ids) for chunk in stream) == 60
 
 
-def test_submit_tells_how_far_it_is(slow: FakeServer) -> None:
+def test_submit_tells_how_far_it_is(slow: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tp_runtime.client_arguments.BLOCKING_FLUSH_S", 0.05)
     with Client(slow.address) as client:
-        pending = client.submit("abc", max_tokens=150, seed=4)
-        wait_until(lambda: 0 < pending.num_tokens < 150)
+        pending = client.submit("abc", max_tokens=40, seed=4)
+        wait_until(lambda: 0 < pending.num_tokens < 40)
         assert not pending.done()
         assert pending.num_prompt_tokens == len(TOKENIZER.encode("abc"))
-        assert pending.result(20).token_ids == story(4, 150)
+        assert pending.result(20).token_ids == story(4, 40)
 
 
 def test_closing_a_stream_cancels_at_the_server(slow: FakeServer) -> None:
@@ -306,7 +307,7 @@ def test_a_server_without_tokenizer_takes_ids_only() -> None:
     with fake_server(tokenizer=None) as server, Client(server.address) as client:
         output = client.generate([1, 2], max_tokens=3, seed=1)
         assert (output.token_ids, output.text) == (story(1, 3), "")
-        with pytest.raises(InvalidRequestError, match="no tokenizer.*send prompt_token_ids"):
+        with pytest.raises(InvalidRequestError, match=r"no tokenizer.*send prompt_token_ids"):
             client.generate("text")
         with pytest.raises(InvalidRequestError, match="no tokenizer, so stop strings"):
             client.generate([1], stop="x")

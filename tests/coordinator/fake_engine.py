@@ -26,6 +26,11 @@ STORY = TOKENIZER.encode(" ".join(TEXTS), add_special_tokens=False)
 END_ID = TOKENIZER.encode("</s>")[0]
 
 
+def letters(text: str) -> list[int]:
+    """One token per character (ASCII only), where `encode` would merge some."""
+    return [TOKENIZER.encode(char)[0] for char in text]
+
+
 def story(seed: int, num_tokens: int) -> list[int]:
     """What a sample with this seed says."""
     return [STORY[(seed * 7 + i) % len(STORY)] for i in range(num_tokens)]

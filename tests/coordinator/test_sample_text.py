@@ -7,7 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.coordinator.fake_engine import END_ID, TOKENIZER
+from tests.coordinator.fake_engine import END_ID, TOKENIZER, letters
 from tp_runtime.coordinator.sample_text import SampleText
 from tp_runtime.coordinator.sequence import SeqKey, Sequence, SequenceUpdate
 from tp_runtime.messages import Logprob, SampleDelta, TokenLogprobs, unpack_ids
@@ -86,8 +86,7 @@ def test_a_stop_string_in_the_last_bytes_counts() -> None:
 
 
 def test_no_stop_string_ends_within_the_first_min_tokens() -> None:
-    ids = encode("abababab")
-    assert len(ids) == 8
+    ids = letters("abababab")
     for least in range(8):
         text = sample(stop=["b"], min_tokens=least)
         feed(text, ids, "length")
@@ -111,7 +110,7 @@ def test_one_delta_at_the_end_when_nothing_is_streamed() -> None:
     for i, token in enumerate(ids):
         last = i == len(ids) - 1
         text.add(SequenceUpdate(SEQ, token, finish_reason="length" if last else None))
-        assert text.due(1e9 * i) == (last or i == 0)
+        assert text.due(1e9 * i) == last
     delta = text.delta(0.0)
     assert (delta.text, unpack_ids(delta.token_ids)) == ("Hello wörld", ids)
 
@@ -174,6 +173,6 @@ def test_a_resumed_sample_goes_on_exactly_where_its_client_left_off(
 
 def test_ids_that_already_hold_a_stop_string_end_the_sample_on_resumption() -> None:
     text = sample(stop=["b"])
-    text.resume(encode("ab"), 0)
+    text.resume(letters("ab"), 0)
     delta = text.delta(0.0)
     assert (text.finish_reason, delta.text, delta.token_ids) == ("stop", "a", b"")

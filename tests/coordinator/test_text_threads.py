@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from tests.coordinator.fake_engine import STORY, TOKENIZER, wait_until
+from tests.coordinator.fake_engine import STORY, TOKENIZER, letters, wait_until
 from tp_runtime.coordinator.client_request import ClientRequest
 from tp_runtime.coordinator.inbox import CancelRequest, Inbox, StopSample, SubmittedRequest
 from tp_runtime.coordinator.limits import SchedulerLimits
@@ -111,7 +111,7 @@ def test_samples_are_sequences_of_one_request_with_its_seed(harness: Harness) ->
 def test_a_stop_string_is_told_to_the_engine_and_later_tokens_are_dropped(
     harness: Harness,
 ) -> None:
-    ids = TOKENIZER.encode("ab!cd")
+    ids = letters("ab!cd")
     request = harness.submitted(b"a", "r", params=SamplingParams(stop=["!"]))
     (seq,) = request.sequences
     harness.texts.updates([SequenceUpdate(seq, token) for token in ids])
@@ -130,7 +130,7 @@ def test_a_stop_string_is_told_to_the_engine_and_later_tokens_are_dropped(
 def test_a_stop_string_in_the_engines_last_token_needs_no_word_to_it(harness: Harness) -> None:
     request = harness.submitted(b"a", "r", params=SamplingParams(stop=["b"], max_tokens=2))
     (seq,) = request.sequences
-    a, b = TOKENIZER.encode("ab")
+    a, b = letters("ab")
     updates = [SequenceUpdate(seq, a), SequenceUpdate(seq, b, finish_reason="length")]
     harness.texts.updates(updates)
     harness.settle()
@@ -203,7 +203,7 @@ def test_updates_of_a_cancelled_request_do_not_reach_one_that_took_its_name(
 
 
 def test_a_resumed_sample_is_submitted_with_its_tokens(harness: Harness) -> None:
-    ids = TOKENIZER.encode("abc")
+    ids = letters("abc")
     resume = [Resume(1, pack_ids(ids), 3)]
     request = harness.submitted(b"a", "r", params=SamplingParams(n=2), resume=resume)
     (seq,) = request.sequences
@@ -218,7 +218,7 @@ def test_a_resumed_sample_is_submitted_with_its_tokens(harness: Harness) -> None
 def test_a_request_that_was_complete_when_it_was_resumed_ends_without_the_engine(
     harness: Harness,
 ) -> None:
-    resume = [Resume(0, pack_ids(TOKENIZER.encode("ab")), 1)]
+    resume = [Resume(0, pack_ids(letters("ab")), 1)]
     params = SamplingParams(stop=["b"])
     harness.submit(b"a", Generate("r", params, prompt="x", resume=resume))
     wait_until(lambda: len(harness.sent) == 1)
@@ -241,10 +241,16 @@ def test_limits_of_the_engine_are_checked_before_it_is_bothered(harness: Harness
     assert harness.sent[0].ended == ("r",)
 
 
+@pytest.mark.parametrize("stop", [[], ["!"]])
 def test_a_fault_in_one_text_fails_that_request_alone(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stop: list[str],
+    harness: Harness,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    bad, good = harness.submitted(b"a", "bad"), harness.submitted(b"a", "good")
+    """With stop strings text is made token by token, without them when it is sent."""
+    bad = harness.submitted(b"a", "bad", params=SamplingParams(stop=stop))
+    good = harness.submitted(b"a", "good")
 
     class Broken:
         def push(self, token_ids: object) -> str:

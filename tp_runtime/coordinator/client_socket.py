@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 from collections import Counter
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from tp_runtime.errors import ConfigError
 from tp_runtime.messages import FRAME_HEADER
@@ -51,6 +51,7 @@ class ClientSocket:
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED)
+        self._file: tuple[str, int] | None = None  # path and inode, which libzmq leaves behind
         try:
             self.address = self._bind(listen)
         except BaseException:
@@ -74,6 +75,9 @@ class ClientSocket:
                 f"The address {listen} cannot be used ({os.strerror(error.errno or 0)}); give "
                 "another one with --listen, or port 0 for any free port."
             ) from error
+        if listen.startswith("ipc://"):
+            path = listen.removeprefix("ipc://")
+            self._file = path, os.stat(path).st_ino
         return connectable(self.socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def receive(self) -> list[bytes] | None:
@@ -99,7 +103,7 @@ class ClientSocket:
         """Whether a connection was lost since the last call; counts handshakes that failed."""
         lost = False
         while self.monitor.poll(0):
-            event = recv_monitor_message(self.monitor)["event"]
+            (event,) = struct.unpack_from("=H", self.monitor.recv_multipart()[0])
             if event & _HANDSHAKE_FAILED:
                 counters["handshakes_failed"] += 1
             else:
@@ -107,11 +111,16 @@ class ClientSocket:
         return lost
 
     def close(self, linger_s: float) -> None:
-        """Gives messages under way so long to leave."""
+        """Gives messages under way so long to leave; removes the socket's file."""
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close(int(linger_s * 1000))
         self._context.term()
+        if self._file is not None:
+            path, inode = self._file
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(path).st_ino == inode:
+                    os.unlink(path)
 
 
 def connectable(endpoint: str) -> str:

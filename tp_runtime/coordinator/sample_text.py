@@ -83,7 +83,9 @@ class SampleText:
 
     def due(self, now: float) -> bool:
         """Whether the client should hear of what is new; `now` is `time.monotonic()`."""
-        return self.finish_reason is not None or now - self._flushed >= self._flush_s
+        if self.finish_reason is not None:
+            return True
+        return now >= self._flushed + self._flush_s  # -inf + inf, for never, compares false
 
     def delta(self, now: float) -> SampleDelta:
         """Everything new since the last one; `now` as in `due`."""

@@ -196,8 +196,7 @@ class TextThreads:
             try:
                 ended = text.add(update)
             except Exception as error:
-                logger.exception("The text of %s could not be made.", seq.key)
-                self._fail(_Failed(request, _text_error(error)))
+                self._fail_text(request, error)
                 continue
             if text.num_tokens == 1 and update.token_id >= 0:
                 self._time(request, text, update)
@@ -243,20 +242,29 @@ class TextThreads:
         now = time.monotonic()
         deltas: dict[bytes, list[SampleDelta]] = {}
         ended: dict[bytes, list[str]] = {}
-        for text, request in self._touched.items():
+        touched, self._touched = self._touched, {}
+        for text, request in touched.items():
             if request.cancelled or not text.due(now):
                 continue
+            try:
+                delta = text.delta(now)
+            except Exception as error:
+                self._fail_text(request, error)
+                continue
             client = request.key.client
-            deltas.setdefault(client, []).append(text.delta(now))
+            deltas.setdefault(client, []).append(delta)
             if text.finish_reason is not None and self._forget(request, text):
                 ended.setdefault(client, []).append(request.key.request_id)
-        self._touched.clear()
         for client, new in deltas.items():
             last = tuple(ended.get(client, ()))
             self._outgoing.append(Outgoing(client, encode(Outputs(new)), last))
         if self._outgoing:
             outgoing, self._outgoing = self._outgoing, []
             self._send(outgoing)
+
+    def _fail_text(self, request: ClientRequest, error: Exception) -> None:
+        logger.exception("The text of %s could not be made.", request.key.request_id)
+        self._fail(_Failed(request, _text_error(error)))
 
     def _forget(self, request: ClientRequest, text: SampleText) -> bool:
         """The sample has ended; True when it was the last one of its request."""
