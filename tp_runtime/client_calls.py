@@ -49,8 +49,12 @@ class Call(Protocol):
         """To be sent now: the request as it was made, or what is left of it."""
         ...
 
-    def take(self, message: ServerMessage | SampleDelta) -> bool:
+    def take(self, message: ServerMessage) -> bool:
         """An answer; True when it was the last one."""
+        ...
+
+    def take_delta(self, delta: SampleDelta) -> bool:
+        """As `take`, for the part of an Outputs message that belongs to this call."""
         ...
 
     def fail(self, error: TPRuntimeError) -> None:
@@ -74,12 +78,15 @@ class Question:
     def message(self) -> ClientMessage:
         return self._message
 
-    def take(self, message: ServerMessage | SampleDelta) -> bool:
+    def take(self, message: ServerMessage) -> bool:
         if isinstance(message, Failed):
             self.fail(error_from_code(message.code, message.message))
         elif isinstance(message, Info | Tokenized):
             _resolve(self.future, message)
         return self.future.done()
+
+    def take_delta(self, delta: SampleDelta) -> bool:
+        return False
 
     def fail(self, error: TPRuntimeError) -> None:
         _reject(self.future, error)
@@ -115,6 +122,7 @@ class GenerateCall:
         self._output = RequestOutput(message.request_id, message.prompt, outputs=samples)
         self._text: list[list[str]] = [[] for _ in samples]
         self._text_len = [0] * len(samples)
+        self._running = len(samples)
 
     # ------------------------------------------------------------ for the connection
 
@@ -144,18 +152,36 @@ class GenerateCall:
         ]
         return msgspec.structs.replace(message, params=params, resume=resume)
 
-    def take(self, message: ServerMessage | SampleDelta) -> bool:
-        if isinstance(message, SampleDelta):
-            self._take_delta(message)
-            if all(sample.finish_reason is not None for sample in self._output.outputs):
-                self._complete()
-        elif isinstance(message, Accepted):
+    def take(self, message: ServerMessage) -> bool:
+        if isinstance(message, Accepted):
             if self._accepted is None:
                 self._accepted = message
                 self.num_prompt_tokens = message.num_prompt_tokens
         elif isinstance(message, Failed):
             self.fail(error_from_code(message.code, message.message))
         return self.future.done()
+
+    def take_delta(self, delta: SampleDelta) -> bool:
+        index = delta.index
+        sample = self._output.outputs[index]
+        ids = unpack_ids(delta.token_ids)
+        sample.token_ids += ids
+        self.num_tokens += len(ids)
+        self._text[index].append(delta.text)
+        self._text_len[index] += len(delta.text)
+        if delta.logprobs is not None:
+            sample.logprobs = (sample.logprobs or []) + delta.logprobs
+        if delta.first_token_s or delta.prompt_logprobs is not None:
+            self._take_details(delta)
+        if self._listener is not None:
+            self._listener(_chunk(self.prompt_index, delta, ids))
+        if delta.finish_reason is not None:
+            sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason
+            self._running -= 1
+            if not self._running:
+                self._complete()
+                return True
+        return False
 
     def fail(self, error: TPRuntimeError) -> None:
         _reject(self.future, error)
@@ -166,20 +192,6 @@ class GenerateCall:
         return self._deadline is not None and now > self._deadline
 
     # ------------------------------------------------------------ what has come so far
-
-    def _take_delta(self, delta: SampleDelta) -> None:
-        sample = self._output.outputs[delta.index]
-        ids = unpack_ids(delta.token_ids)
-        sample.token_ids += ids
-        sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason
-        self.num_tokens += len(ids)
-        self._text[delta.index].append(delta.text)
-        self._text_len[delta.index] += len(delta.text)
-        if delta.logprobs is not None:
-            sample.logprobs = (sample.logprobs or []) + delta.logprobs
-        self._take_details(delta)
-        if self._listener is not None:
-            self._listener(_chunk(self.prompt_index, delta, ids))
 
     def _take_details(self, delta: SampleDelta) -> None:
         """What comes once and not again after a restart."""

@@ -249,7 +249,7 @@ class Connection:
         if isinstance(message, Outputs):
             for delta in message.deltas:
                 call = self._calls.get(delta.request_id)
-                if call is not None and call.take(delta):
+                if call is not None and call.take_delta(delta):
                     del self._calls[delta.request_id]
         elif isinstance(message, Alive):
             if not link.established:

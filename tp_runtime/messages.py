@@ -143,7 +143,7 @@ class Accepted(Struct, tag="accepted"):
     """Sent back only when the prompt came as text or messages."""
 
 
-class SampleDelta(Struct, array_like=True):
+class SampleDelta(Struct, array_like=True, gc=False):
     """What is new of one sample. `finish_reason` (stop, length, or None while running);
     `stop_reason` is the stop string or token id that matched. Timings in seconds."""
 
@@ -277,7 +277,7 @@ class Chunk(Struct, array_like=True, omit_defaults=True):
 class StepPlan(Struct, tag=1, array_like=True, omit_defaults=True):
     """One step, as a delta to the batch state that every rank holds (see workers.batch_state).
 
-    Steps of a generation are numbered 1, 2, 3, ... without a gap. Rows are dense: 0 .. num_rows - 1.
+    Steps of a generation are numbered 1, 2, 3, ... without a gap; rows are 0 .. num_rows - 1.
     The parts are applied in this order: `moves` (source, target; all sources are read before any
     target is written; rows no longer named are gone), `new_rows`, `blocks`, `grown`; then the step
     runs: decode rows first (each consumes its last sampled id at its next position), then `chunks`.

@@ -28,6 +28,7 @@ from tp_runtime.messages import (
     unpack_ids,
 )
 from tp_runtime.sampling_params import SamplingParams
+from tp_runtime.text.detokenizer import Detokenizer
 
 decode = msgspec.msgpack.Decoder(ServerMessage).decode
 
@@ -252,9 +253,12 @@ def test_a_fault_in_one_text_fails_that_request_alone(
     bad = harness.submitted(b"a", "bad", params=SamplingParams(stop=stop))
     good = harness.submitted(b"a", "good")
 
-    class Broken:
+    class Broken(Detokenizer):
         def push(self, token_ids: object) -> str:
             raise ZeroDivisionError("planted")
+
+        def finish(self) -> str:
+            return ""
 
     request = harness.texts._requests[bad.key]
     (text,) = request.samples.values()

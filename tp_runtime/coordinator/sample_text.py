@@ -8,6 +8,7 @@ on exactly where its client left off.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence as SequenceOf
 
 from tp_runtime.coordinator.sequence import SequenceUpdate
@@ -15,6 +16,9 @@ from tp_runtime.messages import SampleDelta, TokenLogprobs, pack_ids
 from tp_runtime.sampling_params import SamplingParams
 from tp_runtime.text.detokenizer import Detokenizer
 from tp_runtime.text.stop_strings import StopMatch, StopStrings
+
+_pack_one = struct.Struct("<i").pack
+"""As `pack_ids` with one id, at a quarter of the cost."""
 
 
 class SampleText:
@@ -49,6 +53,8 @@ class SampleText:
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._timings: tuple[int, float, float] | None = None
+        self._plain = False
+        """Whether `next_delta` may be used: since the last delta nothing was held for later."""
 
     def resume(self, token_ids: SequenceOf[int], text_sent: int) -> None:
         """The client has these ids and the first `text_sent` characters of their text. A stop
@@ -63,6 +69,7 @@ class SampleText:
     def add(self, update: SequenceUpdate) -> bool:
         """Takes one update of the scheduler; True when the sample ended with it."""
         reason = update.finish_reason
+        self._plain = False
         if update.token_id >= 0:
             self._ids.append(update.token_id)
             if update.logprobs is not None:
@@ -76,6 +83,18 @@ class SampleText:
         if reason is not None and self.finish_reason is None:
             self._finish(reason, update.stop_reason)
         return self.finish_reason is not None
+
+    def next_delta(self, token_id: int) -> SampleDelta | None:
+        """The delta of one more token when nothing else is to be said: no end, no logprobs, no
+        stop strings, not the first token, nothing held for later. None: use `add`.
+
+        Almost every token goes this way, so it is short."""
+        if not self._plain:
+            return None
+        self.num_tokens += 1
+        detokenizer = self._detokenizer
+        text = "" if detokenizer is None else detokenizer.push_one(token_id)
+        return SampleDelta(self.request_id, self.index, _pack_one(token_id), text)
 
     def set_timings(self, num_cached_tokens: int, queue_s: float, first_token_s: float) -> None:
         """Told to the client once, with its next delta."""
@@ -107,6 +126,7 @@ class SampleText:
         )
         self._ids, self._text, self._logprobs = [], [], []
         self._prompt_logprobs = self._timings = None
+        self._plain = self._stops is None and self._flush_s <= 0.0
         return delta
 
     def _take(self, token_id: int) -> None:
@@ -115,7 +135,7 @@ class SampleText:
         if self._stops is None:
             self._undecoded.append(token_id)
         elif self._detokenizer is not None:
-            self._show(self._detokenizer.push((token_id,)))
+            self._show(self._detokenizer.push_one(token_id))
 
     def _show(self, text: str) -> None:
         if self._stops is None:

@@ -12,8 +12,8 @@ import logging
 import select
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import NamedTuple, cast
+from collections.abc import Callable
+from typing import NamedTuple
 
 from tp_runtime.coordinator.admission import prepare
 from tp_runtime.coordinator.client_request import ClientRequest
@@ -21,7 +21,7 @@ from tp_runtime.coordinator.inbox import Inbox, RequestKey, SubmittedRequest
 from tp_runtime.coordinator.limits import SchedulerLimits
 from tp_runtime.coordinator.prompt_pool import PromptPool
 from tp_runtime.coordinator.sample_text import SampleText
-from tp_runtime.coordinator.sequence import SequenceUpdate
+from tp_runtime.coordinator.sequence import Sequence, SequenceUpdate
 from tp_runtime.errors import RequestFailedError, TPRuntimeError
 from tp_runtime.mailbox import Mailbox
 from tp_runtime.messages import (
@@ -85,7 +85,11 @@ class TextThreads:
         self._send = send
         self._work: Mailbox[_Work] = Mailbox()
         self._requests: dict[RequestKey, ClientRequest] = {}
+        self._samples: dict[Sequence, tuple[SampleText, ClientRequest]] = {}
+        """Those that run; by the sequence itself, so that a request which takes the name of a
+        cancelled one does not get its tokens."""
         self._touched: dict[SampleText, ClientRequest] = {}
+        self._deltas: dict[bytes, list[SampleDelta]] = {}
         self._outgoing: list[Outgoing] = []
         self._prompts = PromptPool(tokenizer, inbox, self._register, self._refuse, self._reply)
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
@@ -104,6 +108,8 @@ class TextThreads:
         with request.lock:
             request.cancelled = True
             self._inbox.cancel(request.key)
+        for seq in list(request.samples):
+            self._samples.pop(seq, None)
         if self._requests.get(request.key) is request:
             self._requests.pop(request.key, None)
 
@@ -135,6 +141,7 @@ class TextThreads:
 
     def _register(self, request: ClientRequest) -> None:
         self._requests[request.key] = request
+        self._samples.update({seq: (text, request) for seq, text in request.samples.items()})
         if any(text.finish_reason is not None for text in request.samples.values()):
             self._work.put(request)  # resumed, and complete with what its client already has
 
@@ -155,14 +162,20 @@ class TextThreads:
         open_ = True
         while open_:
             poll.poll()
-            for work in self._work.drain():
-                if isinstance(work, _Close):
+            work = self._work.drain()
+            # One step at a time is the rule; when several have piled up, each sample gets one
+            # delta for all of them, which catches up sooner.
+            take = self._take_step if len(work) == 1 else self._take_updates
+            for item in work:
+                if isinstance(item, list):
+                    self._guarded(take, item)
+                elif isinstance(item, _Close):
                     open_ = False
                 else:
-                    self._guarded(self._do, work)
+                    self._guarded(self._do, item)
             self._guarded(self._flush)
 
-    def _guarded(self, action: Callable[..., None], *args: _Work) -> None:
+    def _guarded(self, action: Callable[..., None], *args: object) -> None:
         """No fault of one message may end the thread that serves all clients."""
         try:
             action(*args)
@@ -170,9 +183,7 @@ class TextThreads:
             logger.exception("The output thread failed in %s.", action.__name__)
 
     def _do(self, work: _Work) -> None:
-        if isinstance(work, list):
-            self._take_updates(work)
-        elif isinstance(work, _Accepted):
+        if isinstance(work, _Accepted):
             self._accept(work.key)
         elif isinstance(work, _Failed):
             self._fail(work)
@@ -181,18 +192,43 @@ class TextThreads:
         elif isinstance(work, _Reply):
             self._outgoing.append(Outgoing(work.client, encode(work.answer)))
 
-    def _take_updates(self, updates: Iterable[SequenceUpdate]) -> None:
-        requests, touched = self._requests, self._touched
+    def _take_step(self, updates: list[SequenceUpdate]) -> None:
+        """One step of all rows: what is one more token and nothing else is packed at once."""
+        samples, deltas = self._samples, self._deltas
+        rest: list[SequenceUpdate] = []
+        client, mine = b"", []
         for update in updates:
-            seq = update.seq
-            request = requests.get(cast(RequestKey, seq.key.request))
-            text = None if request is None else request.samples.get(seq)
-            if request is None or text is None or text.finish_reason is not None:
-                continue  # cancelled, or past a stop string
+            if update.finish_reason is None and update.logprobs is None:
+                known = samples.get(update.seq)
+                if known is None:
+                    continue  # cancelled, or past a stop string
+                text, request = known
+                try:
+                    delta = text.next_delta(update.token_id)
+                except Exception as error:
+                    self._fail_text(request, error)
+                    continue
+                if delta is not None:
+                    if request.key.client != client:
+                        client = request.key.client
+                        mine = deltas.setdefault(client, [])
+                    mine.append(delta)
+                    continue
+            rest.append(update)
+        self._take_updates(rest)
+
+    def _take_updates(self, updates: list[SequenceUpdate]) -> None:
+        for update in updates:
+            known = self._samples.get(update.seq)
+            if known is None:
+                continue
+            text, request = known
+            if text.finish_reason is not None:
+                continue
             if update.error is not None:
                 self._fail(_Failed(request, update.error))
                 continue
-            touched[text] = request
+            self._touched[text] = request
             try:
                 ended = text.add(update)
             except Exception as error:
@@ -201,7 +237,7 @@ class TextThreads:
             if text.num_tokens == 1 and update.token_id >= 0:
                 self._time(request, text, update)
             if ended and update.finish_reason is None:
-                self._inbox.stop(seq.key, text.num_tokens)
+                self._inbox.stop(update.seq.key, text.num_tokens)
 
     def _time(self, request: ClientRequest, text: SampleText, update: SequenceUpdate) -> None:
         seq = update.seq
@@ -240,8 +276,8 @@ class TextThreads:
     def _flush(self) -> None:
         """One Outputs message per client, after whatever else is for it."""
         now = time.monotonic()
-        deltas: dict[bytes, list[SampleDelta]] = {}
         ended: dict[bytes, list[str]] = {}
+        deltas, self._deltas = self._deltas, {}
         touched, self._touched = self._touched, {}
         for text, request in touched.items():
             if request.cancelled or not text.due(now):
@@ -268,7 +304,10 @@ class TextThreads:
 
     def _forget(self, request: ClientRequest, text: SampleText) -> bool:
         """The sample has ended; True when it was the last one of its request."""
+        ended = [seq for seq, each in request.samples.items() if each is text]
         request.samples = {s: t for s, t in request.samples.items() if t is not text}
+        for seq in ended:
+            self._samples.pop(seq, None)
         if request.samples:
             return False
         self._requests.pop(request.key, None)

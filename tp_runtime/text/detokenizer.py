@@ -16,8 +16,9 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import tokenizers
 
@@ -27,11 +28,17 @@ _MAX_WINDOW = 256
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class Detokenizer(Protocol):
+class Detokenizer(ABC):
     """The text of one sample. `push` returns what is certain by now, `finish` the rest."""
 
+    @abstractmethod
     def push(self, token_ids: Sequence[int]) -> str: ...
 
+    def push_one(self, token_id: int) -> str:
+        """As `push` with one id, the way of almost every token of a stream."""
+        return self.push((token_id,))
+
+    @abstractmethod
     def finish(self) -> str: ...
 
 
@@ -93,22 +100,37 @@ def token_text(tokenizer: tokenizers.Tokenizer, token_id: int) -> str | None:
     return token
 
 
-class ByteLevelDetokenizer:
-    """For byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM)."""
+class ByteLevelDetokenizer(Detokenizer):
+    """For byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM).
 
-    def __init__(self, pieces: dict[int, bytes]) -> None:
+    A piece is the bytes of a token and, if they are whole characters, their text."""
+
+    def __init__(self, pieces: dict[int, tuple[bytes, str | None]]) -> None:
         self._pieces = pieces
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest = b""
+        """The first bytes of a character whose last ones are not there yet."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         pieces = self._pieces
-        return self._decoder.decode(b"".join([pieces[i] for i in token_ids]))
+        return self._decode(b"".join([pieces[i][0] for i in token_ids]), final=False)
+
+    def push_one(self, token_id: int) -> str:
+        data, text = self._pieces[token_id]
+        if text is not None and not self._rest:
+            return text
+        return self._decode(data, final=False)
 
     def finish(self) -> str:
-        return self._decoder.decode(b"", True)
+        return self._decode(b"", final=True)
+
+    def _decode(self, data: bytes, final: bool) -> str:
+        data = self._rest + data
+        text, used = codecs.utf_8_decode(data, "replace", final)
+        self._rest = data[used:]
+        return text
 
 
-class ByteFallbackDetokenizer:
+class ByteFallbackDetokenizer(Detokenizer):
     """For sentencepiece-like vocabularies with byte tokens (Llama 2, Mistral, Gemma).
 
     A piece is text, an int for a byte token, or None. `strip` is the number of leading spaces that
@@ -154,7 +176,7 @@ class ByteFallbackDetokenizer:
         return text
 
 
-class WindowDetokenizer:
+class WindowDetokenizer(Detokenizer):
     """For any other decoder: the text of the window with the new tokens, less that without them.
 
     Right for decoders whose text for a token depends on its neighbours and on being the first
@@ -224,11 +246,20 @@ def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
     return list(spec["decoders"]) if spec["type"] == "Sequence" else [spec]
 
 
+def _byte_level_piece(token: str) -> tuple[bytes, str | None]:
+    data = byte_level_bytes(token)
+    try:
+        return data, data.decode()
+    except UnicodeDecodeError:
+        return data, None
+
+
 def _byte_level_factory(
     tokenizer: tokenizers.Tokenizer, special_ids: frozenset[int]
 ) -> DetokenizerFactory:
-    skipping = _Pieces(tokenizer, special_ids, byte_level_bytes, b"")
-    everything = _Pieces(tokenizer, frozenset(), byte_level_bytes, b"")
+    nothing = (b"", "")
+    skipping = _Pieces(tokenizer, special_ids, _byte_level_piece, nothing)
+    everything = _Pieces(tokenizer, frozenset(), _byte_level_piece, nothing)
     return lambda skip, context: ByteLevelDetokenizer(skipping if skip else everything)
 
 

@@ -44,6 +44,7 @@ _SOURCES = (
 _CONVERT_TIMEOUT_S = 300.0
 _CONVERT = """
 import sys
+sys.modules["torch"] = None  # a tokenizer needs none, and importing it takes seconds
 from transformers import AutoTokenizer
 AutoTokenizer.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])
 """
@@ -103,7 +104,7 @@ def _convert(folder: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
         made = Path(temporary) / "tokenizer"
         command = [sys.executable, "-c", _CONVERT, str(folder), str(made)]
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "USE_TORCH": "0"}
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         try:
             run = subprocess.run(
                 command,
