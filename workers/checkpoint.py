@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,24 +31,21 @@ class _MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.header = read_header(path)
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            self._data_start = 8 + int.from_bytes(file.read(8), "little")
-        storage = torch.UntypedStorage.from_file(str(path), False, size)
+        storage = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
         assert isinstance(storage, torch.UntypedStorage)  # torch's stubs name a base class
         self._bytes = torch.empty(0, dtype=torch.uint8).set_(storage)
 
     def tensor(self, name: str) -> Tensor:
         """A view of the whole tensor. Raises WeightsError naming file and tensor."""
-        entry: dict[str, Any] = self.header[name]
-        dtype = _DTYPES.get(entry["dtype"])
+        entry = self.header.tensors[name]
+        dtype = _DTYPES.get(entry.dtype)
         if dtype is None:
             raise WeightsError(
-                f"{name} in {self.path} is stored as {entry['dtype']}; quantised checkpoints are "
+                f"{name} in {self.path} is stored as {entry.dtype}; quantised checkpoints are "
                 f"not implemented, only {', '.join(_DTYPES)} are read."
             )
-        shape = entry["shape"]
-        first, last = (self._data_start + offset for offset in entry["data_offsets"])
+        shape = entry.shape
+        first, last = (self.header.data_start + offset for offset in entry.data_offsets)
         raw = self._bytes[first:last]
         if last - first != torch.Size(shape).numel() * dtype.itemsize:
             raise WeightsError(
@@ -70,7 +66,7 @@ class Checkpoint:
         self._files: dict[str, _MappedFile] = {}
         for path in found.files:
             file = _MappedFile(path)
-            for name in file.header:
+            for name in file.header.tensors:
                 if name in self._files:
                     first = self._files[name].path.name
                     raise WeightsError(
@@ -90,9 +86,9 @@ class Checkpoint:
 
     def __iter__(self) -> Iterator[str]:
         """Names in the order in which they lie in the files, so that disks read forward."""
-        files = dict.fromkeys(self._files.values())
-        for file in files:
-            yield from sorted(file.header, key=lambda n: file.header[n]["data_offsets"][0])
+        for file in dict.fromkeys(self._files.values()):
+            tensors = file.header.tensors
+            yield from sorted(tensors, key=lambda name: tensors[name].data_offsets[0])
 
     def __getitem__(self, name: str) -> Tensor:
         """The whole tensor as a view into its file."""

@@ -26,7 +26,7 @@ class PendingCopy:
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         if tensor.device.type == "cpu":
-            self._host = tensor
+            self._host = tensor.clone()  # the next step may write to it before it is read
             return
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._host.copy_(tensor, non_blocking=True)

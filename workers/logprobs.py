@@ -94,7 +94,9 @@ class LogprobCollector:
     ) -> PendingLogprobs | None:
         """`hidden` [tokens, hidden] of the whole step; None when no row of the step asks."""
         params = [self._state.rows[r].sampling for r in host_rows]
-        pending = PendingLogprobs([(i, s.logprobs) for i, s in enumerate(params) if s.logprobs >= 0])
+        pending = PendingLogprobs(
+            [(i, s.logprobs) for i, s in enumerate(params) if s.logprobs >= 0]
+        )
         if drawn.top is not None:
             pending.generated = PendingTop(drawn.top)
         self._collect_prompts(plan, len(host_rows), hidden, pending)

@@ -21,6 +21,7 @@ from tp_runtime.ops.attention.metadata import (
 )
 from tp_runtime.ops.group import TPGroup
 from tp_runtime.workers.batch_state import BatchState
+from tp_runtime.workers.decode_graphs import RECORDED_CLASSES, DecodeGraphs
 from tp_runtime.workers.host_copy import PendingCopy, to_device
 from tp_runtime.workers.logprobs import LogprobCollector, PendingLogprobs
 from tp_runtime.workers.sampler import Sampler
@@ -71,25 +72,52 @@ class Runner:
         state: BatchState,
         sampler: Sampler,
         group: TPGroup,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self.group = group
+        self.graphs = graphs
         self.model = model
         self.kv = kv
         self.state = state
         self.sampler = sampler
         self.sampling = SamplingRows(state)
         self.logprobs = LogprobCollector(state, model, sampler)
+        self._host_rows = list(range(state.max_rows))
         self._arange = torch.arange(state.max_rows, device=state.device)
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult:
         """Applies and launches the plan; collective. Raises ProtocolError when it does not fit."""
         self.state.apply(plan)
+        if plan.padded and self.graphs is not None:
+            return self._replay(plan, self.graphs)
         step = self._prepare(plan)
         hidden = self.model(step.ids, step.positions, self.kv, step.metadata)
         self.state.advance_decode(step.decode_rows, step.host_decode_rows)
         self.state.advance_chunks(plan.chunks)
         return self._finish(plan, step, hidden)
+
+    def _replay(self, plan: StepPlan, graphs: DecodeGraphs) -> StepResult:
+        """A pure decode step of rows 0 .. num_rows - 1."""
+        state, n = self.state, plan.num_rows
+        rows, host_rows = self._arange[:n], self._host_rows[:n]
+        graphs.run_model(plan.padded, n)
+        for row in host_rows:
+            state.rows[row].position += 1
+        kind = self.sampling.kind(host_rows)
+        alternatives = self.logprobs.alternatives(host_rows)
+        if kind in RECORDED_CLASSES and alternatives < 0:
+            ids = graphs.run_sampler(plan.padded, kind)[:n]
+            return self._result(plan, ids, None)
+        batch = self.sampling.batch(rows, host_rows, graphs.buffers.drawn_position[:n])
+        drawn = self.sampler.draw(graphs.buffers.logits[:n], batch, alternatives)
+        state.record_sampled(rows, drawn.ids)
+        logprobs = self.logprobs.collect(plan, host_rows, drawn, hidden=drawn.ids)
+        return self._result(plan, drawn.ids.to(torch.int32), logprobs)
+
+    def _result(self, plan: StepPlan, ids: Tensor, logprobs: PendingLogprobs | None) -> StepResult:
+        check = StateCheck(self.state, self.group, plan.step) if plan.check else None
+        return StepResult(plan, PendingCopy(ids), logprobs, check)
 
     def _finish(self, plan: StepPlan, step: StepInput, hidden: Tensor) -> StepResult:
         state = self.state
@@ -100,8 +128,7 @@ class Runner:
         drawn = self.sampler.draw(logits, batch, alternatives)
         state.record_sampled(step.sample_rows, drawn.ids)
         logprobs = self.logprobs.collect(plan, step.host_sample_rows, drawn, hidden)
-        check = StateCheck(state, self.group, plan.step) if plan.check else None
-        return StepResult(plan, PendingCopy(drawn.ids.to(torch.int32)), logprobs, check)
+        return self._result(plan, drawn.ids.to(torch.int32), logprobs)
 
     # ------------------------------------------------------------ plan -> device
 
@@ -138,7 +165,7 @@ class Runner:
 
     def _decode_rows(self, plan: StepPlan) -> tuple[Tensor, list[int]]:
         if plan.decode_rows is None:
-            return self._arange[: plan.num_rows], list(range(plan.num_rows))
+            return self._arange[: plan.num_rows], self._host_rows[: plan.num_rows]
         rows = np.frombuffer(plan.decode_rows, dtype=np.int32)
         return to_device(rows.astype(np.int64), self.state.device), rows.tolist()
 

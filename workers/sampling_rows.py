@@ -30,9 +30,7 @@ def sampling_class(params: list[RowSampling]) -> SamplingClass:
     return SamplingClass.GREEDY
 
 
-def _entries(
-    ids_of_rows: list[bytes], values: list[float], device: torch.device
-) -> Entries | None:
+def _entries(ids_of_rows: list[bytes], values: list[float], device: torch.device) -> Entries | None:
     """Packed ids per row and one value per id, to device form; None when there are none."""
     ids = [np.frombuffer(packed, dtype=np.int32) for packed in ids_of_rows]
     lengths = [len(i) for i in ids]

@@ -29,6 +29,8 @@ from tp_runtime.messages import (
 )
 from tp_runtime.model_config import ModelConfig
 from tp_runtime.model_length import resolve_max_model_len
+from tp_runtime.ops.attention.backend import AttentionBackend
+from tp_runtime.ops.attention.metadata import LayerKV
 from tp_runtime.ops.attention.registry import choose_backend
 from tp_runtime.ops.group import TPGroup
 from tp_runtime.transport.fd_socket import FdSocket
@@ -36,13 +38,16 @@ from tp_runtime.transport.heartbeat import Heartbeat, Phase
 from tp_runtime.transport.ring import RingReader, RingWriter
 from tp_runtime.transport.worker_fds import WorkerDescriptors
 from tp_runtime.workers.batch_state import BatchState
+from tp_runtime.workers.decode_graphs import DecodeGraphs, graph_sizes
 from tp_runtime.workers.device import choose_device, choose_dtype, join_group
 from tp_runtime.workers.gather_sampler import GatherSampler
 from tp_runtime.workers.kv_cache import KVGeometry, MemoryBefore, max_blocks
 from tp_runtime.workers.loader import count_parameters, fill_dummy, load_weights, model_digest
 from tp_runtime.workers.loop import WorkerLoop
+from tp_runtime.workers.models.decoder import CausalLM
 from tp_runtime.workers.models.registry import build_model
 from tp_runtime.workers.runner import Runner
+from tp_runtime.workers.sampler import Sampler
 from tp_runtime.workers.sharded_sampler import ShardedSampler
 from tp_runtime.workers.warm_up import warm_up
 
@@ -87,11 +92,13 @@ class Worker:
         runner = self._build(device, group, before)
         gc.collect()
         gc.freeze()  # the model's objects never die; the collector need not look at them again
-        self.status.send(WorkerReady(self.rank))
+        graphs = runner.graphs
+        self.status.send(WorkerReady(self.rank, [] if graphs is None else list(graphs.sizes)))
         loop = WorkerLoop(runner, self.plans, self.answers, self.generation, self.enter)
         loop.run()
         self.enter(Phase.STOP)
-        del runner, loop
+        if graphs is not None:
+            graphs.release()
         group.comm.close()
 
     def _build(self, device: torch.device, group: TPGroup, before: MemoryBefore) -> Runner:
@@ -138,8 +145,30 @@ class Worker:
             config.max_num_seqs, per_row, block_size, model_config.vocab_size, device
         )
         kv = geometry.allocate(allocate.num_blocks, device)
-        sampler = GatherSampler if config.sampling == "gather" else ShardedSampler
-        return Runner(model, kv, state, sampler(group, model.lm_head), group)
+        sampler = self._sampler(group, model)
+        graphs = self._record_graphs(model, kv, state, sampler, backend)
+        return Runner(model, kv, state, sampler, group, graphs)
+
+    def _sampler(self, group: TPGroup, model: CausalLM) -> Sampler:
+        if self.config.sampling == "gather":
+            return GatherSampler(group, model.lm_head)
+        return ShardedSampler(group, model.lm_head)
+
+    def _record_graphs(
+        self,
+        model: CausalLM,
+        kv: list[LayerKV],
+        state: BatchState,
+        sampler: Sampler,
+        backend: AttentionBackend,
+    ) -> DecodeGraphs | None:
+        """None where steps run eagerly: on a CPU, under --enforce-eager, or with a back-end whose
+        calls cannot be recorded."""
+        if state.device.type != "cuda" or self.config.enforce_eager or not backend.graph_safe:
+            return None
+        graphs = DecodeGraphs(model, kv, state, sampler, graph_sizes(self.config.max_num_seqs))
+        graphs.record()
+        return graphs
 
     def _await_allocation(self) -> AllocateKV:
         received = self.status.receive()
@@ -153,8 +182,10 @@ class Worker:
 
     def report(self, error: BaseException) -> None:
         """Tell the coordinator, best effort: it may be gone, and then the exit status speaks."""
-        sentence = str(error) if isinstance(error, TPRuntimeError) else (
-            f"{type(error).__name__}: {error}"
+        sentence = (
+            str(error)
+            if isinstance(error, TPRuntimeError)
+            else (f"{type(error).__name__}: {error}")
         )
         self.status.send(
             WorkerFailed(

@@ -17,8 +17,11 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(
-        "qwen3", tmp_path_factory.mktemp("gpu") / "model",
-        head_dim=64, num_attention_heads=8, num_key_value_heads=2,
+        "qwen3",
+        tmp_path_factory.mktemp("gpu") / "model",
+        head_dim=64,
+        num_attention_heads=8,
+        num_key_value_heads=2,
     )
 
 

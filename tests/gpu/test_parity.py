@@ -22,7 +22,10 @@ pytestmark = pytest.mark.gpu
 KINDS = {
     "qwen3": {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 2},
     "llama": {
-        "hidden_size": 144, "head_dim": 64, "num_attention_heads": 9, "num_key_value_heads": 3
+        "hidden_size": 144,
+        "head_dim": 64,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
     },
     "qwen2": {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2},
 }
@@ -48,8 +51,12 @@ def test_float32_tokens_equal_transformers_on_the_gpu(folder: Path) -> None:
     model = reference_model(folder, torch.float32)
     config = ModelConfig.from_folder(folder)
     backend, _ = choose_backend(
-        "auto", head_size=config.head_dim, dtype=torch.float32, block_size=16,
-        windows=config.windows, device=torch.device("cuda"),
+        "auto",
+        head_size=config.head_dim,
+        dtype=torch.float32,
+        block_size=16,
+        windows=config.windows,
+        device=torch.device("cuda"),
     )
     engine = EngineInProcess(
         folder, device="cuda", backend=backend, block_size=16, max_num_batched_tokens=48
@@ -73,8 +80,12 @@ def test_bfloat16_logits_are_as_near_to_float32_as_those_of_transformers(folder:
     ids = torch.tensor([rng.randrange(320) for _ in range(64)], device="cuda")
     config = ModelConfig.from_folder(folder)
     backend, _ = choose_backend(
-        "auto", head_size=config.head_dim, dtype=torch.bfloat16, block_size=None,
-        windows=config.windows, device=torch.device("cuda"),
+        "auto",
+        head_size=config.head_dim,
+        dtype=torch.bfloat16,
+        block_size=None,
+        windows=config.windows,
+        device=torch.device("cuda"),
     )
     model = build_model(config, TPGroup.single(), torch.bfloat16, "cuda", backend, 256)
     load_weights(model, folder)

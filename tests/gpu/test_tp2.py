@@ -37,8 +37,12 @@ MIXED = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(
-        "qwen3", tmp_path_factory.mktemp("tp2") / "model",
-        head_dim=64, num_attention_heads=9, num_key_value_heads=3, intermediate_size=250,
+        "qwen3",
+        tmp_path_factory.mktemp("tp2") / "model",
+        head_dim=64,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        intermediate_size=250,
     )
 
 
@@ -51,12 +55,21 @@ def generate(
     group: TPGroup, folder: Path, params: list[SamplingParams], sampler: str, dtype: torch.dtype
 ) -> list[list[int]]:
     backend, _ = choose_backend(
-        "auto", head_size=64, dtype=dtype, block_size=16, windows=(None,),
+        "auto",
+        head_size=64,
+        dtype=dtype,
+        block_size=16,
+        windows=(None,),
         device=torch.device("cuda"),
     )
     engine = EngineInProcess(
-        folder, device=f"cuda:{group.rank}", dtype=dtype, backend=backend, block_size=16,
-        group=group, sampler={"gather": GatherSampler, "sharded": ShardedSampler}[sampler],
+        folder,
+        device=f"cuda:{group.rank}",
+        dtype=dtype,
+        backend=backend,
+        block_size=16,
+        group=group,
+        sampler={"gather": GatherSampler, "sharded": ShardedSampler}[sampler],
         max_num_batched_tokens=64,
     )
     seqs = [
@@ -108,8 +121,11 @@ def test_two_all_reduces_per_layer_and_one_for_the_embedding(folder: Path) -> No
 
 def reduce_bits(group: TPGroup) -> list[torch.Tensor]:
     x = torch.randn(257, 1024, device="cuda", generator=None) * (1 + group.rank)
-    return [group.comm.all_reduce(x[:n].to(d).clone()).cpu() for n in (1, 32, 257)
-            for d in (torch.float32, torch.bfloat16)]
+    return [
+        group.comm.all_reduce(x[:n].to(d).clone()).cpu()
+        for n in (1, 32, 257)
+        for d in (torch.float32, torch.bfloat16)
+    ]
 
 
 def test_every_rank_gets_the_same_bits(folder: Path) -> None:
@@ -121,8 +137,17 @@ def test_a_client_talks_to_torchrun_over_nccl(folder: Path) -> None:
     from tp_runtime import Client
 
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
-        "-m", "tp_runtime.launch.serve", str(folder), "--device", "cuda", "--dtype", "float32",
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "-m",
+        "tp_runtime.launch.serve",
+        str(folder),
+        "--device",
+        "cuda",
+        "--dtype",
+        "float32",
     ]
     server = subprocess.Popen(command)
     try:

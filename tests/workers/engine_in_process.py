@@ -15,6 +15,7 @@ from tp_runtime.ops.attention.reference import ReferenceBackend
 from tp_runtime.ops.group import TPGroup
 from tp_runtime.sampling_params import SamplingParams
 from tp_runtime.workers.batch_state import BatchState
+from tp_runtime.workers.decode_graphs import DecodeGraphs
 from tp_runtime.workers.gather_sampler import GatherSampler
 from tp_runtime.workers.kv_cache import KVGeometry
 from tp_runtime.workers.loader import load_weights
@@ -78,6 +79,11 @@ class EngineInProcess:
         )
         kv = geometry.allocate(num_blocks, place)
         self.runner = Runner(model, kv, state, sampler(group, model.lm_head), group)
+        if self.limits.graph_sizes:
+            self.runner.graphs = DecodeGraphs(
+                model, kv, state, self.runner.sampler, self.limits.graph_sizes
+            )
+            self.runner.graphs.record()
 
     def add(self, name: str, prompt: list[int], params: SamplingParams, seed: int = 0) -> Sequence:
         seq = Sequence(SeqKey(name), prompt, params, seed=seed)

@@ -181,3 +181,44 @@ def test_a_row_with_nan_logits_fails_alone(folder: Path, prompts: list[list[int]
     assert "finite" in str(errors[0].error)
     assert seqs[0].generated_ids == seqs[2].generated_ids == alone.generated_ids
     engine.scheduler.check_invariants()
+
+
+@pytest.mark.parametrize("run_ahead", [1, 8])
+def test_replayed_steps_give_the_same_tokens(
+    folder: Path, prompts: list[list[int]], greedy: list[list[int]], run_ahead: int
+) -> None:
+    engine = EngineInProcess(folder, graph_sizes=(1, 2, 4, 8), run_ahead=run_ahead)
+    seqs = [engine.add(str(i), p, GREEDY) for i, p in enumerate(prompts)]
+    engine.run()
+    assert [s.generated_ids for s in seqs] == greedy
+
+
+@pytest.mark.parametrize("graph_sizes", [(), (8,)])
+def test_sampling_of_every_kind_through_padded_replays(
+    folder: Path, prompts: list[list[int]], graph_sizes: tuple[int, ...]
+) -> None:
+    """Padding rows hold parameters of requests that ended; they must not show."""
+    results = []
+    for sizes in ((), graph_sizes):
+        engine = EngineInProcess(folder, graph_sizes=sizes)
+        seqs = [engine.add(str(i), prompts[i], p, seed=9 + i) for i, p in enumerate(MIXED)]
+        engine.run()
+        results.append([s.generated_ids for s in seqs])
+    assert results[0] == results[1]
+
+
+def test_padding_rows_are_inert_even_when_unset_memory_is_nan(
+    folder: Path, prompts: list[list[int]], greedy: list[list[int]]
+) -> None:
+    """Every slot of the cache that no request owns is NaN, stale tables point anywhere."""
+    engine = EngineInProcess(folder, graph_sizes=(8,), enable_prefix_caching=False)
+    for layer in engine.runner.kv:
+        layer.k.fill_(float("nan"))
+        layer.v.fill_(float("nan"))
+    engine.runner.state.block_tables.fill_(engine.limits.num_blocks - 1)
+    for i in (2, 4):
+        seq = engine.add(str(i), prompts[i], GREEDY)
+        engine.run()
+        assert seq.generated_ids == greedy[i]
+    last = engine.runner.kv[0].k[-1]
+    assert bool(last.isnan().all()), "a padding row wrote to the block its stale table names"

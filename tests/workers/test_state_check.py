@@ -23,9 +23,9 @@ def check(group: TPGroup, bad_rank: int, what: str) -> str:
     state.apply(StepPlan(1, 1, 5, blocks=blocks))
     state.last_id[:5] = torch.arange(5)
     if group.rank == bad_rank:
-        {"id": state.last_id, "position": state.position, "blocks": state.block_tables[:, 1]}[
-            what
-        ][3] += 1
+        {"id": state.last_id, "position": state.position, "blocks": state.block_tables[:, 1]}[what][
+            3
+        ] += 1
     try:
         StateCheck(state, group, 17).verify()
     except WorkerFailedError as error:

@@ -25,7 +25,7 @@ def prepare(seq: Sequence, limits: SchedulerLimits) -> None:
     Raises InvalidRequestError for a request that can never run as asked; the sequence is then of
     no use. Under the same limits again it does nothing, under others it resolves everything
     anew."""
-    if seq.prepared_for is limits:
+    if seq.prepared_for == limits:
         return
     seq.params.validate()
     _check_ids(seq, limits)

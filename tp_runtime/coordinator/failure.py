@@ -73,14 +73,26 @@ def first_cause(failures: list[Failure]) -> Failure:
 
 
 _ADVICE = (
-    (re.compile(r"out of memory", re.I), "lower --gpu-memory-utilization, --max-num-batched-tokens "
-     "or --max-num-seqs, or use more GPUs (--tensor-parallel-size)."),
-    (re.compile(r"SIGKILL"), "something outside killed it; look for the kernel's out-of-memory "
-     "killer (dmesg) or an operator."),
-    (re.compile(r"SIGSEGV|SIGABRT|SIGBUS|SIGILL|SIGFPE"), "native code crashed; the lines above "
-     "this block may show where. Try --enforce-eager and --attention-backend reference."),
-    (re.compile(r"hangs"), "look whether the process is stopped or its GPU is stuck; raise "
-     "--step-deadline if steps of this length are normal."),
+    (
+        re.compile(r"out of memory", re.I),
+        "lower --gpu-memory-utilization, --max-num-batched-tokens "
+        "or --max-num-seqs, or use more GPUs (--tensor-parallel-size).",
+    ),
+    (
+        re.compile(r"SIGKILL"),
+        "something outside killed it; look for the kernel's out-of-memory "
+        "killer (dmesg) or an operator.",
+    ),
+    (
+        re.compile(r"SIGSEGV|SIGABRT|SIGBUS|SIGILL|SIGFPE"),
+        "native code crashed; the lines above "
+        "this block may show where. Try --enforce-eager and --attention-backend reference.",
+    ),
+    (
+        re.compile(r"hangs"),
+        "look whether the process is stopped or its GPU is stuck; raise "
+        "--step-deadline if steps of this length are normal.",
+    ),
 )
 
 

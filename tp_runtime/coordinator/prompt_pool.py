@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
+import queue
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -59,16 +60,29 @@ class PromptPool:
         self._register = register
         self._fail = fail
         self._reply = reply
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self._closed = False
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name="tokenize", daemon=True) for _ in range(threads)
+        ]  # daemons: a long prompt must not hold up the end of the process
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, request: ClientRequest) -> None:
-        self._pool.submit(self._submit, request)
+        self._work.put(lambda: self._submit(request))
 
     def ask(self, client: bytes, message: Tokenize | Detokenize) -> None:
-        self._pool.submit(self._ask, client, message)
+        self._work.put(lambda: self._ask(client, message))
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Ends the threads, each after the prompt it is busy with; waits for none."""
+        self._closed = True
+        for _ in self._threads:
+            self._work.put(None)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None and not self._closed:
+            work()
 
     def _submit(self, request: ClientRequest) -> None:
         try:

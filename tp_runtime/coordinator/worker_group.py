@@ -269,7 +269,10 @@ class WorkerGroup:
             if (other.digest, other.block_size) != (reports[0].digest, reports[0].block_size):
                 self._fail(
                     Failure(
-                        Kind.RAISED, other.rank, "load", 0,
+                        Kind.RAISED,
+                        other.rank,
+                        "load",
+                        0,
                         "model config, vocabulary, parameter count or code version differ from "
                         "rank 0's; give every host the same model folder and tp_runtime.",
                     )
@@ -336,9 +339,7 @@ class WorkerGroup:
             self._give_up("A killed worker does not end; its process is stuck in the kernel.")
         elif self.state is GroupState.STARTING and age >= self._config.start_timeout_s:
             self.fail_hung(self.slowest_rank(), age)
-        elif (
-            self.state is GroupState.WAITING_FOR_KEEPERS and age >= self._config.start_timeout_s
-        ):
+        elif self.state is GroupState.WAITING_FOR_KEEPERS and age >= self._config.start_timeout_s:
             missing = [r for r in range(self.size) if r not in self._keepers]
             self._failures = [
                 Failure(Kind.KEEPER_LOST, missing[0], "start", 0, "its keeper never connected")

@@ -114,9 +114,7 @@ class RingWriter:
             if not view:
                 return
 
-    def _wait_for_room(
-        self, need: int, timeout_s: float, abort: Callable[[], bool] | None
-    ) -> None:
+    def _wait_for_room(self, need: int, timeout_s: float, abort: Callable[[], bool] | None) -> None:
         if self.free_bytes() >= need:
             return
         deadline = time.monotonic() + timeout_s

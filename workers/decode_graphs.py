@@ -1,0 +1,141 @@
+"""Pure decode steps as two replays: a model graph by padded size, then a sampler graph by class.
+
+A step of n rows runs the graph of the next larger size. Rows n and up are padding: their slot is
+-1, their context is empty, nothing of them is stored. The number of rows is a device word, so one
+graph serves every n up to its size. The graphs read the batch state (last ids, positions, tables,
+sampling parameters) and advance it; the host writes no value between two steps.
+
+Sampling that needs the host's knowledge (truncation, penalties, bias, logprobs) draws from the
+model graph's logits without a sampler graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tp_runtime.ops.attention.metadata import AttentionMetadata, DecodeMetadata, LayerKV
+from tp_runtime.ops.sampling.sampler import SamplingBatch, SamplingClass
+from tp_runtime.workers.batch_state import BatchState
+from tp_runtime.workers.models.decoder import CausalLM
+from tp_runtime.workers.recorded import Recorded
+from tp_runtime.workers.sampler import Sampler
+
+DEFAULT_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+RECORDED_CLASSES = (SamplingClass.GREEDY, SamplingClass.GUMBEL)
+
+
+def graph_sizes(max_rows: int) -> tuple[int, ...]:
+    """Sizes worth a graph for batches of up to `max_rows`; the last one holds them all."""
+    below = [size for size in DEFAULT_SIZES if size < max_rows]
+    return (*below, max_rows) if max_rows <= DEFAULT_SIZES[-1] else DEFAULT_SIZES
+
+
+@dataclass
+class _Buffers:
+    """What the replays hand on; one set for all sizes, the leading rows are used."""
+
+    num_rows: Tensor
+    """[1] int64: rows that are no padding."""
+    logits: Tensor
+    """[largest size, padded shard] float32."""
+    drawn_position: Tensor
+    """[largest size] int64: the position the drawn token will have."""
+    ids: Tensor
+    """[largest size] int32: what is answered."""
+
+
+class DecodeGraphs:
+    """`record` once, then `run_model` and `run_sampler` per step; `release` before the end."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        kv: list[LayerKV],
+        state: BatchState,
+        sampler: Sampler,
+        sizes: tuple[int, ...],
+    ) -> None:
+        self.sizes = sizes
+        self._model, self._kv, self._state, self._sampler = model, kv, state, sampler
+        device, largest = state.device, max(sizes)
+        self._arange = torch.arange(largest, device=device)
+        shard = model.lm_head.shard.padded
+        self.buffers = _Buffers(
+            num_rows=torch.zeros(1, dtype=torch.int64, device=device),
+            logits=torch.zeros((largest, shard), device=device),
+            drawn_position=torch.zeros(largest, dtype=torch.int64, device=device),
+            ids=torch.zeros(largest, dtype=torch.int32, device=device),
+        )
+        self._models: dict[int, Recorded] = {}
+        self._samplers: dict[tuple[int, SamplingClass], Recorded] = {}
+
+    @torch.inference_mode()
+    def record(self) -> None:
+        """Collective. Largest first, so that the smaller graphs reuse its memory."""
+        device = self._state.device
+        pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.buffers.num_rows.zero_()
+        for size in sorted(self.sizes, reverse=True):
+            self._models[size] = Recorded(lambda n=size: self._model_step(n), device, pool)
+            for kind in RECORDED_CLASSES:
+                self._samplers[size, kind] = Recorded(
+                    lambda n=size, k=kind: self._sample_step(n, k), device, pool
+                )
+
+    def run_model(self, size: int, num_rows: int) -> None:
+        """One decode step of rows 0 .. num_rows - 1: cache, positions and logits."""
+        self.buffers.num_rows.fill_(num_rows)
+        self._models[size].replay()
+
+    def run_sampler(self, size: int, kind: SamplingClass) -> Tensor:
+        """Draws from the logits; ids [size] int32, overwritten by the next step."""
+        self._samplers[size, kind].replay()
+        return self.buffers.ids[:size]
+
+    def release(self) -> None:
+        for recorded in (*self._samplers.values(), *self._models.values()):
+            recorded.release()
+        self._models.clear()
+        self._samplers.clear()
+
+    # ------------------------------------------------------------ what is recorded
+
+    def _model_step(self, n: int) -> None:
+        state, rows = self._state, self._arange[:n]
+        active = rows < self.buffers.num_rows
+        positions = torch.where(active, state.position[:n], 0)
+        slots = torch.where(active, state.slots(rows, positions), -1)
+        meta = AttentionMetadata(
+            slot_mapping=slots,
+            decode=DecodeMetadata(
+                context_lens=torch.where(active, positions + 1, 0).to(torch.int32),
+                block_tables=state.block_tables[:n],
+                max_context_len=state.max_blocks * state.block_size,
+            ),
+        )
+        ids = state.last_id[:n].clamp(min=0)
+        hidden = self._model(ids, positions, self._kv, meta)
+        self.buffers.logits[:n] = self._model.compute_logits(hidden)
+        self.buffers.drawn_position[:n] = positions + 1
+        state.position[:n] += active
+
+    def _sample_step(self, n: int, kind: SamplingClass) -> None:
+        state = self._state
+        parameters = state.parameters
+        batch = SamplingBatch(
+            kind=kind,
+            temperature=parameters.floats[0, :n],
+            top_p=parameters.floats[1, :n],
+            min_p=parameters.floats[2, :n],
+            seed=parameters.ints[0, :n],
+            top_k=parameters.ints[1, :n],
+            min_position=parameters.ints[2, :n],
+            position=self.buffers.drawn_position[:n],
+        )
+        ids = self._sampler.draw(self.buffers.logits[:n], batch).ids
+        active = self._arange[:n] < self.buffers.num_rows
+        state.last_id[:n] = torch.where(active, ids, state.last_id[:n])
+        self.buffers.ids[:n] = ids
