@@ -8,6 +8,7 @@ feeds.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -41,7 +42,7 @@ class _LoopEvents:
         self._events.append(event)
         if not self._scheduled:
             self._scheduled = True
-            if not self._loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits any more
                 self._loop.call_soon_threadsafe(self._run)
 
     def _run(self) -> None:

@@ -1,9 +1,11 @@
-"""Which server a client means when it is given no address: the only one of this user here."""
+"""What a client finds out about servers of this user on this machine through their run folders."""
 
 from __future__ import annotations
 
-from tp_runtime.errors import ServerUnavailableError
-from tp_runtime.run_folder import list_servers
+from pathlib import Path
+
+from tp_runtime.errors import ConfigError, ServerUnavailableError
+from tp_runtime.run_folder import RunFolder, list_servers, run_root
 
 
 def find_server() -> str:
@@ -24,3 +26,25 @@ def find_server() -> str:
             f"them: {listed}."
         )
     return servers[0].address
+
+
+def find_home(address: str) -> RunFolder | None:
+    """The run folder of the server at this address, None when it is not one of this machine."""
+    if address.startswith("ipc://"):
+        folder = RunFolder(Path(address.removeprefix("ipc://")).parent)
+        return folder if folder.read_server() is not None else None
+    try:
+        folders = [RunFolder(path) for path in run_root().iterdir() if path.is_dir()]
+    except (ConfigError, OSError):
+        return None
+    for folder in folders:
+        server = folder.read_server()
+        if server is not None and server.address == address:
+            return folder
+    return None
+
+
+def is_over(home: RunFolder) -> bool:
+    """Whether the server of this folder will not come back: it has put away what announced it, or
+    the process that would start its coordinator again is gone."""
+    return home.read_server() is None or not home.owner_alive()

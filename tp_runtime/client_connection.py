@@ -16,6 +16,7 @@ from concurrent.futures import Future
 
 import zmq
 
+from tp_runtime.client_address import find_home, is_over
 from tp_runtime.client_calls import Call, cancelled_error, timeout_error
 from tp_runtime.client_link import ClientLink, check_address
 from tp_runtime.errors import (
@@ -36,6 +37,7 @@ from tp_runtime.messages import (
     ServerMessage,
     encode,
 )
+from tp_runtime.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,8 @@ class Connection:
         self._link: ClientLink | None = None
         self._next_attempt = 0.0
         self._give_up_at: float | None = None
+        self._home: RunFolder | None = None
+        """Run folder of the server, once connected, if it runs on this machine."""
         self._lost_for_good: TPRuntimeError | None = None
         self._open = True
         self._ended = False
@@ -146,6 +150,8 @@ class Connection:
             return
         if now >= self._give_up_at:
             self._give_up()
+        elif self._link is None and self._home is not None and is_over(self._home):
+            self._give_up()  # nobody is left who could bring it back
         elif self._link is None and now >= self._next_attempt:
             self._link = ClientLink(context, self.address)
             self._link.send(encode(Ping()))
@@ -265,6 +271,7 @@ class Connection:
     def _established(self, link: ClientLink, instance: str) -> None:
         link.established, link.instance = True, instance
         self._give_up_at = None
+        self._home = find_home(self.address)
         for call in list(self._calls.values()):
             self._send_call(call)
         pings, self._pings = self._pings, []
@@ -297,8 +304,12 @@ class Connection:
         self._next_attempt = now + _RETRY_S
 
     def _give_up(self) -> None:
-        self._give_up_at = None
+        failure = None if self._home is None else self._home.read_failure()
+        self._give_up_at = self._home = None
         self._drop_link()
+        if failure is not None:
+            self._fail_all(failure.error())  # the server left word why it ended
+            return
         self._fail_all(
             ServerUnavailableError(
                 f"Nobody answers at {self.address}; start a server with `tp-runtime serve MODEL` "

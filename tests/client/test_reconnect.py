@@ -21,8 +21,14 @@ from tests.coordinator.fake_engine import (
     wait_until,
 )
 from tp_runtime import AsyncClient, Client, StreamChunk
-from tp_runtime.errors import InvalidRequestError, ServerUnavailableError
+from tp_runtime.errors import (
+    InvalidRequestError,
+    ServerUnavailableError,
+    TPRuntimeError,
+    WorkerFailedError,
+)
 from tp_runtime.messages import unpack_ids
+from tp_runtime.run_folder import ProcessId, RunFolder, ServerInfo
 
 STEP_S = 0.002
 
@@ -171,6 +177,44 @@ def test_without_reconnect_the_error_comes_within_a_second() -> None:
         with pytest.raises(ServerUnavailableError, match="is gone"):
             client.generate("x")
         assert time.monotonic() - start < 1
+
+
+@pytest.mark.parametrize("end", ["put away", "cause left behind", "owner gone"])
+def test_a_local_server_that_cannot_come_back_is_given_up_at_once(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    owner = subprocess.Popen(["sleep", "100"])
+    folder = RunFolder.for_owner(ProcessId.of(owner.pid)).create()
+    server = FakeServer(step_s=STEP_S)
+    folder.write_server(
+        ServerInfo(
+            address=server.address,
+            model="m",
+            tensor_parallel_size=1,
+            device="cpu",
+            process=ProcessId.current(),
+        )
+    )
+    with Client(reconnect_timeout=30) as client:
+        stream = client.generate("x", stream=True)
+        next(stream)
+        expected: type[TPRuntimeError] = ServerUnavailableError
+        if end == "put away":
+            (folder.path / "server.json").unlink()
+        else:
+            owner.kill()
+            owner.wait()
+        if end == "cause left behind":
+            folder.write_failure("worker_failed", "Rank 1 was killed.")
+            expected = WorkerFailedError
+        server.close()
+        start = time.monotonic()
+        with pytest.raises(expected, match=r"Nobody answers|Rank 1 was killed"):
+            list(stream)
+        assert time.monotonic() - start < 2
+    owner.kill()
+    owner.wait()
 
 
 def test_async_streams_go_on_too() -> None:
