@@ -85,7 +85,9 @@ def read_answer(
 
     `late`: sequences may have ended while this step was under way; their ids are dropped."""
     sampled = record.sampled
-    if not (late or answer.logprobs or record.chunks) and watched.ids.isdisjoint(ids):
+    if not (late or answer.logprobs or _wants_prompt_logprobs(record)) and (
+        watched.ids.isdisjoint(ids)
+    ):
         for seq, token_id in zip(sampled, ids, strict=True):
             seq.tokens.append(token_id)
         updates = list(map(SequenceUpdate, sampled, ids))
@@ -103,6 +105,10 @@ def read_answer(
     if record.ending:
         _end_by_length(record, updates)
     return updates, [update for update in updates if update.finish_reason is not None]
+
+
+def _wants_prompt_logprobs(record: StepRecord) -> bool:
+    return any(chunk.seq.prompt_logprobs_due for chunk in record.chunks)
 
 
 def _read_token(seq: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> SequenceUpdate:
@@ -123,7 +129,7 @@ def _read_token(seq: Sequence, token_id: int, logprobs: TokenLogprobs | None) ->
 
 
 def _end_by_length(record: StepRecord, updates: list[SequenceUpdate]) -> None:
-    found = {update.seq: update for update in updates}
+    found = {update.seq: update for update in updates if update.seq.row < 0}  # without a row: few
     for seq in record.ending:
         if seq.state is SequenceState.FINISHED:
             continue

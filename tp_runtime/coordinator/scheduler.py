@@ -79,7 +79,8 @@ class Scheduler:
 
         Returns the updates of those that end at once (no token wanted, or resumed complete).
         Raises InvalidRequestError or OverloadedError, and then nothing has changed."""
-        if len({seq.key for seq in seqs} - self._seqs.keys()) != len(seqs):
+        keys = {seq.key for seq in seqs}
+        if len(keys) != len(seqs) or any(key in self._seqs for key in keys):
             raise InvalidRequestError("The request id is in use by a request that still runs.")
         for seq in seqs:
             prepare(seq, self.limits)
