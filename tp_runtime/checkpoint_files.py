@@ -9,7 +9,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from tp_runtime.config_reader import read_json_object
 from tp_runtime.errors import ConfigError, WeightsError
@@ -68,8 +70,24 @@ def _indexed(folder: Path) -> CheckpointFiles:
     return CheckpointFiles(tuple(folder / name for name in names), weight_map)
 
 
-def read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """Tensor name -> {dtype, shape, data_offsets} of one safetensors file.
+class TensorEntry(msgspec.Struct, frozen=True):
+    """One tensor in the header of a safetensors file; offsets count from the end of the header."""
+
+    dtype: str
+    shape: list[Annotated[int, msgspec.Meta(ge=0)]]
+    data_offsets: tuple[Annotated[int, msgspec.Meta(ge=0)], int]
+
+
+@dataclass(frozen=True)
+class Header:
+    """`tensors` in the order of the file; their data begin at byte `data_start`."""
+
+    tensors: Mapping[str, TensorEntry]
+    data_start: int
+
+
+def read_header(path: Path) -> Header:
+    """The header of one safetensors file.
 
     Format: 8 bytes little-endian length, that many bytes of JSON, then the data. Raises
     WeightsError naming the file when it is cut short or not a safetensors file at all."""
@@ -77,29 +95,31 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or not 2 <= length <= _MAX_HEADER:
-                raise WeightsError(f"{path} is not a safetensors file; download it again.")
-            text = file.read(length)
+            text = file.read(length) if 2 <= length <= _MAX_HEADER else b""
     except OSError as error:
         raise WeightsError(f"{path} cannot be read: {error}.") from error
-    if len(text) < length:
+    if not text and 8 + length > size > 8:
+        raise WeightsError(f"{path} is not a safetensors file; download it again.")
+    if len(text) < length or size < 10:
         raise WeightsError(f"{path} is cut short (in its header); download it again.")
     try:
-        header = json.loads(text, object_pairs_hook=_no_duplicates)
-    except ValueError as error:
+        tensors = _decode(text)
+    except ValueError as error:  # msgspec's and json's errors are ValueErrors
         raise WeightsError(
             f"{path} is not a good safetensors file ({error}); download it again."
         ) from error
-    header.pop("__metadata__", None)
-    try:
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (TypeError, KeyError, IndexError) as error:
-        raise WeightsError(f"{path} is not a safetensors file; download it again.") from error
-    if size < 8 + length + end:
-        raise WeightsError(
-            f"{path} is cut short: {size} bytes of {8 + length + end}; download it again."
-        )
-    return header
+    needed = 8 + length + max((entry.data_offsets[1] for entry in tensors.values()), default=0)
+    if size < needed:
+        raise WeightsError(f"{path} is cut short: {size} bytes of {needed}; download it again.")
+    return Header(tensors, 8 + length)
+
+
+def _decode(text: bytes) -> dict[str, TensorEntry]:
+    entries = json.loads(text, object_pairs_hook=_no_duplicates)
+    if not isinstance(entries, dict):
+        raise ValueError("its header is not an object")
+    entries.pop("__metadata__", None)
+    return msgspec.convert(entries, dict[str, TensorEntry])
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
