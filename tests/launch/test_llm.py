@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -165,6 +166,7 @@ def test_after_a_crash_the_cause_is_raised_and_closing_still_works(tiny):
 
 
 def test_deleting_the_object_ends_its_server(tiny, shared):
+    gc.collect()  # tracebacks of the tests before hold it in cycles
     llm = shared.pop()
     processes = descendants(llm._server._process.pid)
     assert len(processes) >= 3
