@@ -189,8 +189,12 @@ def test_prompt_logprobs_without_any_token_to_generate(prompt):
 
 
 def test_missing_prompt_logprobs_are_a_worker_failure():
+    """And no other token of that answer is taken: nobody would ever be told of it."""
     drive = Drive(make_limits())
-    drive.add(make_seq("a", 5, 3, prompt_logprobs=0))
+    drive.add(make_seq("first", 5, 3), make_seq("a", 5, 3, prompt_logprobs=0))
     drive.plan()
     with pytest.raises(WorkerFailedError, match="0 prompt logprobs for a prompt of 5 tokens"):
         drive.scheduler.commit(msgspec.structs.replace(drive.under_way[0], logprobs=[]))
+    drive.crash()
+    drive.run()
+    check_outputs(drive)

@@ -94,8 +94,7 @@ def read_answer(
         if not record.ending:
             return updates, []
     else:
-        if answer.logprobs:
-            _collect_prompt_logprobs(answer, record)
+        _collect_prompt_logprobs(answer, record)
         logprobs = _chosen_logprobs(answer)
         updates = [
             _read_token(seq, token_id, logprobs.get(i))
@@ -151,12 +150,24 @@ def _chosen_logprobs(answer: Answer) -> dict[int, TokenLogprobs]:
 
 
 def _collect_prompt_logprobs(answer: Answer, record: StepRecord) -> None:
-    """Chunks come in order, so what they say of the prompt is simply appended."""
+    """Chunks come in order, so what they say of the prompt is simply appended.
+
+    Raises before any token is taken: a token that a sequence has and nobody was told of would be
+    lost to its client."""
     for entry in answer.logprobs:
         if entry.prompt:
             seq = _chunk_owner(entry, record)
             if seq.prompt_logprobs_due:
                 seq.prompt_logprobs += entry.prompt
+    for chunk in record.chunks:
+        seq = chunk.seq
+        if chunk.last and seq.prompt_logprobs_due and seq.is_alive:
+            given = len(seq.prompt_logprobs)
+            if given != seq.prompt_len:
+                raise WorkerFailedError(
+                    f"The workers answered {given - 1} prompt logprobs for a prompt of "
+                    f"{seq.prompt_len} tokens."
+                )
 
 
 def _chunk_owner(entry: RowLogprobs, record: StepRecord) -> Sequence:
@@ -171,11 +182,6 @@ def _chunk_owner(entry: RowLogprobs, record: StepRecord) -> Sequence:
 
 def _deliver_prompt_logprobs(update: SequenceUpdate) -> None:
     seq = update.seq
-    if len(seq.prompt_logprobs) != seq.prompt_len:
-        raise WorkerFailedError(
-            f"The workers answered {len(seq.prompt_logprobs) - 1} prompt logprobs for a prompt of "
-            f"{seq.prompt_len} tokens."
-        )
     update.prompt_logprobs = seq.prompt_logprobs
     seq.prompt_logprobs = []
     seq.prompt_logprobs_due = False

@@ -1,8 +1,7 @@
-"""Things that will be due for a row at a step known ahead.
+"""What will be due for decode rows at steps known ahead: their next block, their last token.
 
-Every decode row runs in every step, so the step in which it needs its next block, and the one that
-samples its last token, are known when it starts to decode. A steady step then looks at one bucket
-and not at all rows.
+Every decode row runs in every step, so both are known when it starts to decode. A steady step then
+looks at one bucket and not at all rows.
 """
 
 from __future__ import annotations
@@ -38,3 +37,36 @@ class DueSteps:
 
     def __len__(self) -> int:
         return sum(map(len, self._buckets.values()))
+
+
+class DecodeDue:
+    """`blocks`: rows that begin a block, by the step that feeds its first position. `ends`: rows by
+    the step that samples their last token."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.blocks = DueSteps()
+        self.ends = DueSteps()
+
+    def start(self, seq: Sequence, step: int, to_sample: int) -> None:
+        """`step` samples the first token after the prefill, `to_sample` follow. The decode step
+        after `step` feeds position len(tokens)."""
+        seq.end_due = step + to_sample
+        self.ends.add(seq.end_due, seq)
+        places = len(seq.blocks) * self._block_size - len(seq.tokens)
+        seq.block_due = step + places + 1
+        self.blocks.add(seq.block_due, seq)
+
+    def grown(self, seqs: list[Sequence], step: int) -> None:
+        """These took their block at `step` and will need the next one when it is full."""
+        for seq in seqs:
+            seq.block_due = step + self._block_size
+            self.blocks.add(seq.block_due, seq)
+
+    def drop(self, seq: Sequence) -> None:
+        """A decode row is gone."""
+        self.blocks.discard(seq.block_due, seq)
+        self.ends.discard(seq.end_due, seq)
+
+    def __len__(self) -> int:
+        return len(self.blocks) + len(self.ends)

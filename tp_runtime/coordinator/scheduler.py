@@ -17,7 +17,7 @@ from tp_runtime.coordinator.admission import finish_on_arrival, prepare
 from tp_runtime.coordinator.answers import WatchedIds, check_answer, read_answer
 from tp_runtime.coordinator.batch import Batch
 from tp_runtime.coordinator.block_tables import BlockTables
-from tp_runtime.coordinator.due_steps import DueSteps
+from tp_runtime.coordinator.due_steps import DecodeDue
 from tp_runtime.coordinator.limits import SchedulerLimits
 from tp_runtime.coordinator.plan_builder import build_plan
 from tp_runtime.coordinator.prefills import Prefills
@@ -66,7 +66,7 @@ class Scheduler:
         self._in_flight = StepsInFlight()
         self._watched = WatchedIds()
         self._prefills = Prefills(self.limits, self._tables, self._queue, self._clock)
-        self._block_due, self._end_due = DueSteps(), DueSteps()
+        self._due = DecodeDue(self.limits.block_size)
 
     # ------------------------------------------------------------ arrivals and departures
 
@@ -147,8 +147,7 @@ class Scheduler:
 
     def _drop_row(self, seq: Sequence) -> None:
         if seq.state is SequenceState.DECODE:
-            self._block_due.discard(seq.block_due, seq)
-            self._end_due.discard(seq.end_due, seq)
+            self._due.drop(seq)
         elif seq.state is SequenceState.PREFILL:
             self._prefills.active.remove(seq)
         self._batch.leave(seq)
@@ -163,7 +162,7 @@ class Scheduler:
         if not self._make_room():
             return None
         batch = self._batch
-        grown = self._block_due.take(self._step)
+        grown = self._due.blocks.take(self._step)
         if grown:
             self._tables.grow(grown)
         chunks: list[PlannedChunk] = []
@@ -204,7 +203,7 @@ class Scheduler:
 
         The youngest sequences give way. Only with nothing under way: then all their tokens are
         known and their blocks are free at once."""
-        while self._block_due.count(self._step) > self._tables.pool.num_free:
+        while self._due.blocks.count(self._step) > self._tables.pool.num_free:
             if not self.preempt_youngest():
                 return False
         return True
@@ -240,10 +239,8 @@ class Scheduler:
         self._step += 1
         self.counters.steps += 1
         self._in_flight.publish(record)
-        for seq in record.grown:
-            seq.block_due = step + self.limits.block_size
-            self._block_due.add(seq.block_due, seq)
-        for seq in self._end_due.take(step):
+        self._due.grown(record.grown, step)
+        for seq in self._due.ends.take(step):
             self._end(seq, record)
         for chunk in record.chunks:
             if chunk.last:
@@ -256,12 +253,7 @@ class Scheduler:
             return
         self._prefills.active.remove(seq)
         self._batch.start_decode(seq)
-        seq.end_due = record.step + to_sample
-        self._end_due.add(seq.end_due, seq)
-        # The decode step after this one feeds position len(tokens).
-        places = len(seq.blocks) * self.limits.block_size - len(seq.tokens)
-        seq.block_due = record.step + places + 1
-        self._block_due.add(seq.block_due, seq)
+        self._due.start(seq, record.step, to_sample)
 
     def _end(self, seq: Sequence, record: StepRecord) -> None:
         """`record` computes the last that is wanted of `seq`; the next plan is without it."""
@@ -379,8 +371,8 @@ class Scheduler:
         pool = self._tables.pool
         if self.is_idle:
             pool.check_idle()
-            left = len(self._batch) + len(self._block_due) + len(self._end_due)
-            if left or self._prefills.active or self._watched.num_users:
+            kept = (self._batch, self._due, self._prefills.active, self._watched.num_users)
+            if any(kept):
                 raise TPRuntimeError("The scheduler still keeps rows though nothing runs.")
         else:
             tables = [seq.blocks for seq in self._seqs.values()]
