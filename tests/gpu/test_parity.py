@@ -69,7 +69,8 @@ def test_float32_tokens_equal_transformers_on_the_gpu(folder: Path) -> None:
             logits = model(ids).logits[0]
         expected = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
         top = logits[len(prompt) - 1 : -1].topk(2).values
-        assert float((top[:, 0] - top[:, 1]).min()) > 1e-4
+        # Far above what float32 differs by in another order of addition (about 2e-6 here).
+        assert float((top[:, 0] - top[:, 1]).min()) > 2e-5
         assert seq.generated_ids == expected
 
 
