@@ -11,7 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -55,8 +55,9 @@ def demo_command(
     from tp_runtime.llm import LLM
 
     folder = model or str(demo_model_folder(_say))
-    settings = {"device": _device(device, ranks), "dtype": dtype, "cpu_kv_cache_gib": 0.25}
-    _say(f"Starting {folder} on {ranks} {settings['device']} workers, and on 1 to compare with")
+    device = _device(device, ranks)
+    settings: dict[str, Any] = {"device": device, "dtype": dtype, "cpu_kv_cache_gib": 0.25}
+    _say(f"Starting {folder} on {ranks} {device} workers, and on 1 to compare with")
     started = time.monotonic()
     # Together: each start is mostly one core importing torch.
     with ThreadPoolExecutor() as threads, ExitStack() as stack:

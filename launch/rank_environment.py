@@ -17,6 +17,9 @@ from tp_runtime.errors import ConfigError
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
+CUDA_UNTOUCHED = ("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+"""With it `torch.cuda.is_available()` asks NVML and leaves the process without CUDA."""
+
 
 @dataclass(frozen=True)
 class RankPlace:
@@ -83,6 +86,7 @@ def prepare_imports(environment: MutableMapping[str, str], place: RankPlace) -> 
     for name in THREAD_VARIABLES:
         environment[name] = "1"
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    environment.setdefault(*CUDA_UNTOUCHED)
     if place.world_size == place.local_world_size:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         environment.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -42,6 +42,7 @@ from tp_runtime.launch.rank_environment import RankPlace, prepare_imports, threa
 from tp_runtime.launch.server_notice import ServerNotice, print_failure
 from tp_runtime.launch.worker_child import WorkerMain, load_worker_main
 from tp_runtime.run_folder import ProcessId, RunFolder, list_servers
+from tp_runtime.transport.fd_socket import check_path
 
 CONFIG_WAIT_S = 60.0
 """How long a rank waits for the first one to check the settings (it may download the model)."""
@@ -184,20 +185,8 @@ class RankProcess:
 @click.option("--run-dir", default="", hidden=True, help="Run folder made by the launcher.")
 @click.option("--agent-pid", type=int, default=0, hidden=True, help="The torchrun above.")
 @click.pass_context
-def serve_rank(context: click.Context, /, **options: Any) -> None:
+def serve_rank(context: click.Context, /, **options: Any) -> int:
     """Run one rank of a server under torchrun: MODEL is a folder or a hub name."""
-    try:
-        status = _serve_rank(context, options)
-    except TPRuntimeError as error:
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            print_failure(str(error))
-        status = exit_status.REFUSED
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # nothing to tear down; torch's destructors need not run
-
-
-def _serve_rank(context: click.Context, options: dict[str, Any]) -> int:
     place = RankPlace.from_environment()
     agent = ProcessId.of(options.pop("agent_pid") or os.getppid())
     coordinator, run_dir = options.pop("coordinator"), options.pop("run_dir")
@@ -211,6 +200,7 @@ def _serve_rank(context: click.Context, options: dict[str, Any]) -> int:
     if folder is None:
         folder = RunFolder.for_owner(agent)
         if place.local_rank == 0:
+            check_path(folder.keepers_socket)
             list_servers()  # removes what servers left that were killed
             folder.create()
     return RankProcess(place, folder, agent, bool(coordinator)).run(config)
@@ -233,5 +223,19 @@ def _config(context: click.Context, options: dict[str, Any], place: RankPlace) -
     return engine_config(model, {**options, "tensor_parallel_size": place.world_size})
 
 
+def main() -> None:
+    """Run this rank and end the process with its status; only the first rank tells errors."""
+    try:
+        status = serve_rank.main(prog_name="tp_runtime.launch.serve", standalone_mode=False)
+    except (click.ClickException, TPRuntimeError) as error:
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            message = error.format_message() if isinstance(error, click.ClickException) else error
+            print_failure(str(message))
+        status = exit_status.REFUSED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # nothing to tear down; torch's destructors need not run
+
+
 if __name__ == "__main__":
-    serve_rank()
+    main()

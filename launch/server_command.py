@@ -24,9 +24,11 @@ from tp_runtime.launch import exit_status
 from tp_runtime.launch.descendants import kill_processes
 from tp_runtime.launch.parent_death import send_signal, wait_gone
 from tp_runtime.launch.preflight import preflight
+from tp_runtime.launch.rank_environment import CUDA_UNTOUCHED
 from tp_runtime.launch.server_notice import ServerNotice, print_failure
 from tp_runtime.launch.stop_request import StopRequest
 from tp_runtime.run_folder import ProcessId, RunFolder, list_servers
+from tp_runtime.transport.fd_socket import check_path
 
 KEEPER_RESTARTS = 3
 """How often torch's elastic agent replaces the keepers after one was lost."""
@@ -51,6 +53,7 @@ def serve(config: EngineConfig, owner: Owner | None = None) -> int:
     list_servers()  # removes what servers left that were killed
     folder = owner.folder if owner else RunFolder.for_owner(ProcessId.current())
     try:
+        check_path(folder.keepers_socket)
         config = preflight(config)
     except TPRuntimeError as error:
         if owner is None:
@@ -132,6 +135,7 @@ def _run_elastic_agent(config: EngineConfig, folder: RunFolder) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    os.environ.setdefault(*CUDA_UNTOUCHED)  # LaunchConfig asks whether there are GPUs
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "2"  # keepers need milliseconds
     # The server's own report is what the user reads; the agent's lines are about its children.
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)

@@ -53,6 +53,7 @@ class LLM:
         config = config_from_options(model, tensor_parallel_size, options)
         from tp_runtime.client import Client
 
+        self._creator = os.getpid()
         self._server = LocalServer(config)
         info = self._server.wait_ready()
         try:
@@ -119,12 +120,18 @@ class LLM:
         try:
             return run_batch(self.client.requests, batch, use_tqdm)
         except (ServerUnavailableError, WorkerFailedError):
-            self._server.raise_if_over()  # the first cause, where one was recorded
+            self.raise_if_over()  # the first cause, where one was recorded
             raise
+
+    def raise_if_over(self) -> None:
+        """Raises the cause when the server has failed or is gone; for users of `client`."""
+        self._server.raise_if_over()
 
     def close(self) -> None:
         """End the server and everything that belongs to it. May be called any number of times,
-        also after the server has failed."""
+        also after the server has failed; a forked copy of the program leaves them alone."""
+        if os.getpid() != getattr(self, "_creator", None):
+            return
         client = getattr(self, "client", None)
         if client is not None:
             client.close()

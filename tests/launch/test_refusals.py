@@ -124,3 +124,11 @@ def test_no_model_unknown_flag_unknown_command(tiny, capfd):
     assert "No model" in refusal(capfd, "serve")
     assert "--tensor-paralel-size" in refusal(capfd, "serve", str(tiny), "--tensor-paralel-size=2")
     assert "srve" in refusal(capfd, "srve")
+
+
+def test_the_torchrun_entry_without_torchrun_says_how_to_start(tiny):
+    command = [sys.executable, "-m", "tp_runtime.launch.serve", str(tiny)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == exit_status.REFUSED
+    assert "torchrun --nproc-per-node=2" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
