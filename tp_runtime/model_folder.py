@@ -24,7 +24,7 @@ def resolve_model_folder(model: str, revision: str | None = None) -> Path:
     Blocks while a download runs (its progress goes to stderr). Raises ConfigError, one sentence:
     no such folder, not a hub name, not on the hub, not allowed, no connection."""
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():
         return path.resolve()
     if path.is_file():
         raise ConfigError(
