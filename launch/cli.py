@@ -33,6 +33,7 @@ COMMANDS = {
     "generate": LazyCommand(
         "tp_runtime.launch.generate", "generate_command", "Complete prompts and exit."
     ),
+    "chat": LazyCommand("tp_runtime.launch.chat", "chat_command", "Talk to a model."),
     "demo": LazyCommand(
         "tp_runtime.launch.demo", "demo_command", "Run a small real model on two workers."
     ),
