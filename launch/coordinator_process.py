@@ -97,20 +97,15 @@ def connect_to_coordinator(
         time.sleep(0.02)
 
 
-def shared_config(folder: RunFolder, timeout_s: float) -> EngineConfig:
-    """The config that the first keeper shares; waits for it.
+def shared_config(folder: RunFolder) -> EngineConfig:
+    """The config that the first keeper shares; waits for it, as long as a download may take.
 
-    Raises the recorded failure, or ServerUnavailableError after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
+    Should the first keeper end instead, its launcher ends this process too. Raises the failure that
+    was recorded."""
     while (config := folder.read_config()) is None:
         failure = folder.read_failure()
         if failure is not None:
             raise failure.error()
-        if time.monotonic() > deadline:
-            raise ServerUnavailableError(
-                f"The first rank of this host shared no settings in {folder.path} within "
-                f"{timeout_s:g} s; it did not start."
-            )
         time.sleep(0.02)
     return config
 

@@ -44,10 +44,6 @@ from tp_runtime.launch.worker_child import WorkerMain, load_worker_main
 from tp_runtime.run_folder import ProcessId, RunFolder, list_servers
 from tp_runtime.transport.fd_socket import check_path
 
-CONFIG_WAIT_S = 60.0
-"""How long a rank waits for the first one to check the settings (it may download the model)."""
-
-
 class RankProcess:
     """One rank's life from the command line to the exit status."""
 
@@ -88,9 +84,10 @@ class RankProcess:
         worker_main: WorkerMain | None,
     ) -> Keeper:
         if self._may_start and not is_listening(self._folder):
-            self._started = CoordinatorProcess(preflight(config), self._folder, self._agent)
+            checked = config if self._folder.claimed else preflight(config)
+            self._started = CoordinatorProcess(checked, self._folder, self._agent)
         notice = ServerNotice(self._folder, silent=not self._tells)
-        shared = shared_config(self._folder, CONFIG_WAIT_S)
+        shared = shared_config(self._folder)
         if worker_main is None:
             worker_main = self._import_worker()
         connection = connect_to_coordinator(
