@@ -45,7 +45,7 @@ def theirs(raw: dict[str, Any]) -> Any:
 def test_absent_fields_mean_what_they_mean_in_transformers(kind: str) -> None:
     ours, reference = ModelConfig.from_dict(minimal(kind)), theirs(minimal(kind))
     assert ours.num_kv_heads == reference.num_key_value_heads
-    assert ours.head_dim == getattr(reference, "head_dim", None) or 64
+    assert ours.head_dim == (getattr(reference, "head_dim", None) or 64)
     assert ours.max_position == reference.max_position_embeddings
     assert ours.rms_norm_eps == reference.rms_norm_eps
     assert ours.tie_word_embeddings == reference.tie_word_embeddings

@@ -72,6 +72,8 @@ class DecoderLayer(nn.Module):
 
     attention: ClassVar[type[nn.Module]]
     """Built as attention(config, layer index, rotary, placement)."""
+    feed_forward: ClassVar[type[nn.Module]] = GatedMLP
+    """Built as feed_forward(config, placement)."""
 
     def __init__(
         self, config: ModelConfig, layer: int, rotary: RotaryEmbedding, place: Placement
@@ -81,7 +83,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(size, eps, **place.replicated)
         self.self_attn = self.attention(config, layer, rotary, place)
         self.post_attention_layernorm = RMSNorm(size, eps, **place.replicated)
-        self.mlp = GatedMLP(config, place)
+        self.mlp = self.feed_forward(config, place)
 
     def forward(
         self,
