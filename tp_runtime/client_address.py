@@ -1,11 +1,18 @@
-"""What a client finds out about servers of this user on this machine through their run folders."""
+"""What a client finds out about servers of this user on this machine through their run folders.
+
+Run folders are imported where they are used: most programs that import `Client` name an address,
+and the import is a fifth of the whole.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+from typing import TYPE_CHECKING
 
 from tp_runtime.errors import ConfigError, ServerUnavailableError
-from tp_runtime.run_folder import RunFolder, list_servers, run_root
+
+if TYPE_CHECKING:
+    from tp_runtime.run_folder import RunFolder
 
 
 def find_server() -> str:
@@ -13,6 +20,8 @@ def find_server() -> str:
 
     Raises ServerUnavailableError when there is none, and with all addresses when there are
     several."""
+    from tp_runtime.run_folder import list_servers
+
     servers = list_servers()
     if not servers:
         raise ServerUnavailableError(
@@ -30,8 +39,10 @@ def find_server() -> str:
 
 def find_home(address: str) -> RunFolder | None:
     """The run folder of the server at this address, None when it is not one of this machine."""
+    from tp_runtime.run_folder import RunFolder, run_root
+
     if address.startswith("ipc://"):
-        folder = RunFolder(Path(address.removeprefix("ipc://")).parent)
+        folder = RunFolder(os.path.dirname(address.removeprefix("ipc://")))
         return folder if folder.read_server() is not None else None
     try:
         folders = [RunFolder(path) for path in run_root().iterdir() if path.is_dir()]

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -37,7 +38,9 @@ from tp_runtime.messages import (
     ServerMessage,
     encode,
 )
-from tp_runtime.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from tp_runtime.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 

@@ -382,7 +382,7 @@ def test_the_only_server_of_this_machine_is_found(
             process=ProcessId.current(),
         )
     ]
-    monkeypatch.setattr("tp_runtime.client_address.list_servers", lambda: found)
+    monkeypatch.setattr("tp_runtime.run_folder.list_servers", lambda: found)
     with Client() as client:
         assert client.address == server.address
     found *= 2

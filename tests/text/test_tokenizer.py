@@ -65,8 +65,18 @@ FOLDERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=FOLDERS)
+def real_folders() -> list[str]:
+    """Tokenizers of published models, where there are any: the demo's model once it was made, and
+    the folders in TP_RUNTIME_TEST_TOKENIZERS (separated by colons)."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tp_runtime"
+    found = [str(path.parent) for path in sorted(cache.glob("[!.]*/tokenizer.json"))]
+    return found + [f for f in os.environ.get("TP_RUNTIME_TEST_TOKENIZERS", "").split(":") if f]
+
+
+@pytest.fixture(scope="module", params=[*FOLDERS, *real_folders()])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    if request.param not in FOLDERS:
+        return Tokenizer.from_folder(request.param), reference(Path(request.param))
     make, settings = FOLDERS[request.param]
     folder = write_folder(tmp_path_factory.mktemp("tokenizer"), make(), **settings)
     return Tokenizer.from_folder(folder), reference(folder)
@@ -74,7 +84,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_encodes_as_transformers_does(pair: tuple[Tokenizer, Any]) -> None:
     ours, theirs = pair
-    marked = "".join(theirs.get_added_vocab())
+    marked = "".join(list(theirs.get_added_vocab())[:20])
     for text in [*TEXTS, f"a{marked}b {marked} the end", " leading", "trailing ", ""]:
         for special in (True, False):
             assert ours.encode(text, special) == theirs.encode(text, add_special_tokens=special)
@@ -98,6 +108,21 @@ def test_special_tokens_are_those_of_transformers(pair: tuple[Tokenizer, Any]) -
     assert ours.special_tokens == theirs.special_tokens_map
     assert set(theirs.all_special_ids) <= ours.special_ids
     assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+
+
+def test_renders_chats_as_transformers_does(pair: tuple[Tokenizer, Any]) -> None:
+    """Only folders of published models have a template; the others must say so on both sides."""
+    ours, theirs = pair
+    chat = [{"role": "user", "content": "Hi <b>"}, {"role": "assistant", "content": "Hello"}]
+    if theirs.chat_template is None:
+        with pytest.raises(InvalidRequestError, match="base model without a chat template"):
+            ours.render_chat(chat)
+        return
+    for messages in (chat, chat[:1], [{"role": "system", "content": "S"}, *chat[:1]]):
+        for arguments in ({}, {"add_generation_prompt": False}, {"enable_thinking": False}):
+            kwargs = {"add_generation_prompt": True, **arguments}
+            expected = theirs.apply_chat_template(messages, tokenize=False, **kwargs)
+            assert ours.render_chat(messages, None, arguments) == expected
 
 
 def test_special_tokens_map_of_older_folders_is_read(tmp_path: Path) -> None:
