@@ -103,6 +103,17 @@ def no_decoder() -> Tokenizer:
     return tokenizer
 
 
+def llama_2() -> Tokenizer:
+    """The older form of `byte_fallback`: spaces are the normalizer's work."""
+    tokenizer = byte_fallback()
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    spec = json.loads(tokenizer.to_str())
+    spec["pre_tokenizer"] = None
+    return Tokenizer.from_str(json.dumps(spec))
+
+
 KINDS = {
     "byte_level": byte_level,
     "byte_fallback": byte_fallback,
@@ -113,10 +124,13 @@ KINDS = {
 }
 
 
-def write_folder(folder: Path, tokenizer: Tokenizer, **settings: Any) -> Path:
-    """tokenizer.json and tokenizer_config.json; returns the folder."""
+def write_folder(folder: Path, tokenizer: Tokenizer, model_type: str = "", **settings: Any) -> Path:
+    """tokenizer.json, tokenizer_config.json, a config.json for a `model_type`; returns the
+    folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if model_type:
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     return folder

@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from tests.text.small_tokenizers import TEXTS, byte_fallback, byte_level, unigram, write_folder
+from tests.text.small_tokenizers import (
+    TEXTS,
+    byte_fallback,
+    byte_level,
+    llama_2,
+    unigram,
+    write_folder,
+)
 from tp_runtime.errors import ConfigError, InvalidRequestError
 from tp_runtime.text.tokenizer import Tokenizer
 
@@ -31,6 +38,13 @@ def truncating() -> Any:
     return tokenizer
 
 
+LLAMA = {
+    "tokenizer_class": "LlamaTokenizer",
+    "model_type": "llama",
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+}
 FOLDERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "plain byte-level": (byte_level, {}),
     "BOS asked for beside a tokenizer.json without it": (
@@ -62,6 +76,14 @@ FOLDERS: dict[str, tuple[Any, dict[str, Any]]] = {
             },
         },
     ),
+    "Llama 2's file": (llama_2, {**LLAMA}),
+    "Llama 2's file, legacy": (llama_2, {**LLAMA, "legacy": True}),
+    "Llama 2's file, no first space": (llama_2, {**LLAMA, "add_prefix_space": False}),
+    "Llama's own class by its fast name": (
+        byte_fallback,
+        {**LLAMA, "tokenizer_class": "LlamaTokenizerFast", "legacy": True},
+    ),
+    "Llama 2's file in a Mistral model": (llama_2, {**LLAMA, "model_type": "mistral"}),
 }
 
 
@@ -85,7 +107,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_encodes_as_transformers_does(pair: tuple[Tokenizer, Any]) -> None:
     ours, theirs = pair
     marked = "".join(list(theirs.get_added_vocab())[:20])
-    for text in [*TEXTS, f"a{marked}b {marked} the end", " leading", "trailing ", ""]:
+    texts = [*TEXTS, f"a{marked}b {marked} the end", "</s>the", " leading", "trailing ", "", "  "]
+    for text in texts:
         for special in (True, False):
             assert ours.encode(text, special) == theirs.encode(text, add_special_tokens=special)
 
@@ -147,6 +170,13 @@ def test_added_tokens_with_spaces_read_as_they_are(tmp_path: Path) -> None:
     ids = ours.encode("x<a b>y →! z")
     assert ours.decode(ids) == "x<a b>y →! z"
     assert {"<a b>", "→!"} <= {ours.token(i) for i in ids}
+
+
+def test_a_byte_level_file_is_left_as_it_is_whatever_class_its_config_names(tmp_path: Path) -> None:
+    ours = Tokenizer.from_folder(write_folder(tmp_path, byte_level(), **LLAMA))
+    plain = Tokenizer(byte_level(), {}, None)
+    for text in TEXTS:
+        assert ours.encode(text) == plain.encode(text)
 
 
 def test_vocabulary_questions() -> None:

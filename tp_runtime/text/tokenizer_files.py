@@ -22,6 +22,7 @@ from typing import Any
 import tokenizers
 
 from tp_runtime.errors import ConfigError
+from tp_runtime.text.llama_pipeline import needs_llama_pipeline, set_llama_pipeline
 
 NAMED_TOKENS = (
     "bos_token",
@@ -150,6 +151,9 @@ def load_tokenizer(folder: Path, settings: dict[str, Any]) -> tokenizers.Tokeniz
         raise ConfigError(f"{path} is not a tokenizer ({error}); fetch the file again.") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    model_type = read_json(folder / "config.json").get("model_type", "")
+    if needs_llama_pipeline(tokenizer, settings, model_type):
+        set_llama_pipeline(tokenizer, settings)
     _add_tokens(tokenizer, settings)
     return tokenizer
 
