@@ -40,7 +40,7 @@ def restart(server: FakeServer) -> FakeServer:
     return FakeServer(address, STEP_S)
 
 
-STOP = story_text(3, 150)[-4:]
+STOP = story_text(3, 90)[-4:]
 PARAMETERS: dict[str, dict[str, Any]] = {
     "plain": {"seed": 3},
     "seed drawn": {},
@@ -62,10 +62,10 @@ def test_a_request_goes_on_where_it_stood_after_a_restart(
     server = FakeServer(step_s=STEP_S)
     try:
         with Client(server.address) as client:
-            fields = {**PARAMETERS[name], "max_tokens": 200}
+            fields = {**PARAMETERS[name], "max_tokens": 110}
             if stream:
                 running = client.generate("x", stream=True, **fields)
-                chunks = [next(running) for _ in range(40)]
+                chunks = [next(running) for _ in range(30)]
                 server = restart(server)
                 chunks += list(running)
                 output = running.output
@@ -75,7 +75,7 @@ def test_a_request_goes_on_where_it_stood_after_a_restart(
                     assert [i for chunk in mine for i in chunk.token_ids] == sample.token_ids
             else:
                 pending = client.submit("x", **fields)
-                wait_until(lambda: pending.num_tokens > 60)
+                wait_until(lambda: pending.num_tokens > 25)
                 server = restart(server)
                 output = pending.result(20)
             resumed = server.engine.submitted[0].sequences
