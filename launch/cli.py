@@ -34,6 +34,9 @@ COMMANDS = {
         "tp_runtime.launch.generate", "generate_command", "Complete prompts and exit."
     ),
     "chat": LazyCommand("tp_runtime.launch.chat", "chat_command", "Talk to a model."),
+    "doctor": LazyCommand(
+        "tp_runtime.launch.doctor", "doctor_command", "Say what is wrong here, and what fits."
+    ),
     "demo": LazyCommand(
         "tp_runtime.launch.demo", "demo_command", "Run a small real model on two workers."
     ),
