@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tp_runtime.ops.group import TPGroup
 from tp_runtime.ops.parameter import ShardId, empty_parameter, parameter_of
+from tp_runtime.ops.product import product
 from tp_runtime.ops.sharding import Shard, vocab_shard
 from tp_runtime.ops.tensor_source import TensorSource, check_shape, fill
 
@@ -105,7 +106,7 @@ class ParallelLMHead(_VocabParallelWeight):
 
         The caller gives only the rows whose logits are needed. The product is made in the dtype of
         the weight, as transformers does."""
-        logits = F.linear(hidden, self.weight).float()
+        logits = product(hidden, self.weight).float()
         logits[:, self.shard.size :] = float("-inf")
         return logits
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tp_runtime.ops.group import TPGroup
 from tp_runtime.ops.parameter import ShardId, empty_parameter, parameter_of
+from tp_runtime.ops.product import product
 from tp_runtime.ops.sharding import Shard, kv_head_shard, tile_shard
 from tp_runtime.ops.tensor_source import TensorSource, check_shape, fill
 
@@ -74,7 +74,7 @@ class PackedColumnLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, input_size] -> [tokens, local outputs]"""
-        return F.linear(x, self.weight, self.bias)
+        return product(x, self.weight, self.bias)
 
 
 class ColumnParallelLinear(PackedColumnLinear):
@@ -216,5 +216,5 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, local inputs] -> [tokens, output_size], the same on every rank"""
-        y = self.group.comm.all_reduce(F.linear(x, self.weight))
+        y = self.group.comm.all_reduce(product(x, self.weight))
         return y if self.bias is None else y.add_(self.bias)

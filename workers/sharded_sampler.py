@@ -16,9 +16,8 @@ from torch import Tensor
 
 from tp_runtime.ops.embedding import ParallelLMHead
 from tp_runtime.ops.group import TPGroup
-from tp_runtime.ops.sampling.philox import gumbel
+from tp_runtime.ops.sampling.best import best_of_shard, unpack_id
 from tp_runtime.ops.sampling.sampler import (
-    INVALID_ID,
     Entries,
     Penalties,
     SamplingBatch,
@@ -28,34 +27,6 @@ from tp_runtime.ops.sampling.sampler import (
     top_logprobs,
 )
 from tp_runtime.workers.sampler import Drawn
-
-_UNUSABLE = torch.iinfo(torch.int64).max
-_ID_BITS = 32
-_ID_MASK = (1 << _ID_BITS) - 1
-
-
-def ordered_bits(values: Tensor) -> Tensor:
-    """float32 [n] -> int64 [n] in the same order (-inf lowest; -0.0 equals 0.0)."""
-    bits = (values + 0.0).view(torch.int32).to(torch.int64)
-    return torch.where(bits >= 0, bits, -(bits & 0x7FFFFFFF))
-
-
-_MINUS_INF = -0x7F800000
-
-
-def pack_best(values: Tensor, ids: Tensor) -> Tensor:
-    """One int64 per row that orders by value, then by lowest id; NaN and +inf beat everything."""
-    key = (ordered_bits(values) << _ID_BITS) | (_ID_MASK - ids)
-    broken = values.isnan() | (values == float("inf"))
-    return torch.where(broken, _UNUSABLE, key)
-
-
-def unpack_id(best: Tensor) -> Tensor:
-    """Id of a packed best; -1 for a row that is not usable (see `usable_rows`)."""
-    ids = _ID_MASK - (best & _ID_MASK)
-    usable = (best != _UNUSABLE) & ((best >> _ID_BITS) > _MINUS_INF)
-    return torch.where(usable, ids, INVALID_ID)
-
 
 class ShardedSampler:
     """See `workers.sampler.Sampler`."""
@@ -81,18 +52,10 @@ class ShardedSampler:
     # ------------------------------------------------------------ (value, id) exchange
 
     def _draw_best(self, local: Tensor, batch: SamplingBatch) -> Tensor:
-        broken = ~torch.isfinite(local.amax(-1)) & ~torch.isneginf(local.amax(-1))
-        keyed = local
-        if batch.kind == SamplingClass.GUMBEL:
-            greedy = batch.temperature == 0
-            scaled = local / torch.where(greedy, 1.0, batch.temperature)[:, None]
-            start = self._shard.start
-            noise = gumbel(batch.seed, batch.position, start, start + local.shape[-1])
-            keyed = torch.where(greedy[:, None], local, scaled + noise)
-        index = keyed.argmax(-1, keepdim=True)  # the first maximum: the lowest id on ties
-        best = pack_best(keyed.gather(-1, index)[:, 0], index[:, 0] + self._shard.start)
-        best = torch.where(broken, _UNUSABLE, best)
-        return unpack_id(torch.stack(self._group.comm.all_gather(best)).amax(0))
+        best = best_of_shard(local, self._shard.start, batch)
+        if self._group.size > 1:
+            best = torch.stack(self._group.comm.all_gather(best)).amax(0)
+        return unpack_id(best)
 
     # ------------------------------------------------------------ whole rows on every rank
 

@@ -44,6 +44,12 @@ class Attention(nn.Module):
     ) -> Tensor:
         """q [T, H, D], k and v [T, KV, D] -> [T, H * D]; k and v are written to `kv`."""
         store_kv(k, v, kv.k, kv.v, meta.slot_mapping)
+        return self.attend(q, k, v, kv, meta)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, meta: AttentionMetadata
+    ) -> Tensor:
+        """As `forward`, when k and v are in `kv` already."""
         rows = meta.num_decode_rows
         parts = []
         if meta.decode is not None:

@@ -26,6 +26,7 @@ from tp_runtime.ops.embedding import ParallelLMHead, VocabParallelEmbedding
 from tp_runtime.ops.group import TPGroup
 from tp_runtime.ops.linear import MergedColumnParallelLinear, RowParallelLinear
 from tp_runtime.ops.norm import RMSNorm
+from tp_runtime.ops.normed_linear import normed_gate_up, normed_linear
 from tp_runtime.ops.rotary import RotaryEmbedding
 
 
@@ -50,7 +51,8 @@ class Placement:
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)); gate and up are one matrix product."""
+    """down(silu(gate(x)) * up(x)); gate and up are one matrix product. The layer calls the parts,
+    because the norm in front of gate and up belongs to the same kernel for one token."""
 
     def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()
@@ -61,17 +63,13 @@ class GatedMLP(nn.Module):
         self.act = SiluAndMul()
         self.down_proj = RowParallelLinear(inter, hidden, bias=config.mlp_bias, **place.sharded)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]"""
-        out: Tensor = self.down_proj(self.act(self.gate_up_proj(x)))
-        return out
-
 
 class DecoderLayer(nn.Module):
     """Norm and attention, norm and MLP; two all-reduces."""
 
     attention: ClassVar[type[nn.Module]]
-    """Built as attention(config, layer index, rotary, placement)."""
+    """Built as attention(config, layer index, rotary, placement); has `qkv_proj`, whose output is
+    its input."""
     feed_forward: ClassVar[type[nn.Module]] = GatedMLP
     """Built as feed_forward(config, placement)."""
 
@@ -95,13 +93,13 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """`hidden` [tokens, hidden] has yet to be added to `residual` (None: the first layer, whose
         input is the residual); the same holds for the pair returned."""
-        if residual is None:
-            hidden, residual = self.input_layernorm(hidden), hidden
-        else:
-            hidden, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(positions, hidden, kv, meta)
-        hidden, residual = self.post_attention_layernorm(hidden, residual)
-        return self.mlp(hidden), residual
+        attention, mlp = self.self_attn, self.mlp
+        qkv, residual = normed_linear(hidden, residual, self.input_layernorm, attention.qkv_proj)
+        hidden = attention(positions, qkv, kv, meta)
+        gated, residual = normed_gate_up(
+            hidden, residual, self.post_attention_layernorm, mlp.gate_up_proj, mlp.act
+        )
+        return mlp.down_proj(gated), residual
 
 
 class Decoder(nn.Module):

@@ -9,6 +9,7 @@ from tp_runtime.ops.attention.layer import Attention
 from tp_runtime.ops.attention.metadata import AttentionMetadata, LayerKV
 from tp_runtime.ops.linear import QKVParallelLinear, RowParallelLinear
 from tp_runtime.ops.rotary import RotaryEmbedding
+from tp_runtime.ops.rotate_and_store import rotate_and_store
 from tp_runtime.workers.models.decoder import CausalLM, Decoder, DecoderLayer, Placement
 
 
@@ -49,12 +50,12 @@ class LlamaAttention(nn.Module):
         )
 
     def forward(
-        self, positions: Tensor, hidden: Tensor, kv: LayerKV, meta: AttentionMetadata
+        self, positions: Tensor, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata
     ) -> Tensor:
-        """positions [tokens], hidden [tokens, hidden] -> [tokens, hidden]"""
-        q, k, v = self.qkv_proj.split(self.qkv_proj(hidden))
-        q, k = self.rotary(positions, q, k)
-        out: Tensor = self.o_proj(self.attn(q, k, v, kv, meta))
+        """positions [tokens], qkv [tokens, outputs of qkv_proj] -> [tokens, hidden]"""
+        q, k, v = self.qkv_proj.split(qkv)
+        q, k = rotate_and_store(q, k, v, positions, self.rotary, kv, meta)
+        out: Tensor = self.o_proj(self.attn.attend(q, k, v, kv, meta))
         return out
 
 

@@ -12,6 +12,7 @@ from tp_runtime.model_config import ModelConfig
 from tp_runtime.ops.attention.metadata import AttentionMetadata, LayerKV
 from tp_runtime.ops.norm import RMSNorm
 from tp_runtime.ops.rotary import RotaryEmbedding
+from tp_runtime.ops.rotate_and_store import rotate_and_store
 from tp_runtime.workers.models.decoder import CausalLM, Decoder, DecoderLayer, Placement
 from tp_runtime.workers.models.llama import LlamaAttention
 
@@ -29,13 +30,13 @@ class Qwen3Attention(LlamaAttention):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, **place.replicated)
 
     def forward(
-        self, positions: Tensor, hidden: Tensor, kv: LayerKV, meta: AttentionMetadata
+        self, positions: Tensor, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata
     ) -> Tensor:
-        """positions [tokens], hidden [tokens, hidden] -> [tokens, hidden]"""
-        q, k, v = self.qkv_proj.split(self.qkv_proj(hidden))
-        q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rotary(positions, q, k)
-        out: Tensor = self.o_proj(self.attn(q, k, v, kv, meta))
+        """positions [tokens], qkv [tokens, outputs of qkv_proj] -> [tokens, hidden]"""
+        q, k, v = self.qkv_proj.split(qkv)
+        norms = (self.q_norm, self.k_norm)
+        q, k = rotate_and_store(q, k, v, positions, self.rotary, kv, meta, *norms)
+        out: Tensor = self.o_proj(self.attn.attend(q, k, v, kv, meta))
         return out
 
 
