@@ -44,6 +44,7 @@ from tp_runtime.launch.worker_child import WorkerMain, load_worker_main
 from tp_runtime.run_folder import ProcessId, RunFolder, list_servers
 from tp_runtime.transport.fd_socket import check_path
 
+
 class RankProcess:
     """One rank's life from the command line to the exit status."""
 
