@@ -177,7 +177,7 @@ def _mixed(
     tokens: list[int] = []
     if count:
         _, hidden = paged.step([], (second, prompt))
-        tokens.append(_best(paged.model, hidden[-1:]))
+        tokens += best_ids(paged.model, hidden[-1:])
     work = [forced[: CHUNKS[0]], forced[CHUNKS[0] : sum(CHUNKS)]]
     work += [[token] for token in forced[sum(CHUNKS) :]]
     parts = []
@@ -190,17 +190,18 @@ def _mixed(
         if at < len(work):
             parts.append(chunk_hidden if chunk else rows[-1:])
         if len(tokens) < count:
-            tokens.append(_best(paged.model, rows[:1]))
+            tokens += best_ids(paged.model, rows[:1])
     return torch.cat(parts), tokens
 
 
-def _best(model: CausalLM, hidden: Tensor) -> int:
-    """The most likely id of one row, by exchange of (value, id) pairs: every local column takes
+def best_ids(model: CausalLM, hidden: Tensor) -> list[int]:
+    """The most likely id of each row, by exchange of (value, id) pairs: every local column takes
     part, padding included, as in sampling without a gather of the logits."""
     head = model.lm_head
     value, column = model.compute_logits(hidden).max(dim=-1)
     pairs = head.group.comm.all_gather(torch.stack([value.double(), column + head.shard.start]))
-    return int(max(pairs, key=lambda pair: (pair[0], -pair[1]))[1])
+    rows = torch.stack(pairs).permute(2, 0, 1).tolist()  # [rows][ranks] of (value, id)
+    return [int(max(row, key=lambda pair: (pair[0], -pair[1]))[1]) for row in rows]
 
 
 def _gathered(model: CausalLM, hidden: Tensor) -> Tensor | None:

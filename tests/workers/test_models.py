@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.tiny_models import KINDS, make_tiny, tiny_config
 from tests.workers.model_harness import PagedModel, load_model
-from tests.workers.parity import Pools, differences, forced_ids, reference_of, run_on_ranks
+from tests.workers.parity import Pools, differences, reference_of, run_on_ranks
 from tp_runtime.errors import ConfigError
 from tp_runtime.model_config import ModelConfig
 from tp_runtime.ops.attention.reference import ReferenceBackend
@@ -126,6 +126,15 @@ def test_more_ranks_than_query_heads_are_refused_naming_both(tmp_path: Path) -> 
         build_model(config, group, torch.float32, "cpu", ReferenceBackend(), 64)
 
 
+def test_the_log_names_what_is_fixed_or_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    fields: dict[str, Any] = {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "my_run": "x"}
+    config = ModelConfig.from_dict(tiny_config("llama", **fields))
+    build_model(config, TPGroup.single(), torch.float32, "cpu", ReferenceBackend(), 640)
+    assert "for sequences of 640 tokens" in caplog.text
+    assert "ignored as transformers ignores them: my_run." in caplog.text
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_saved_by_transformers_loads(kind: str, tmp_path: Path, gloo_pool: Pools) -> None:
     """config.json, index and shards as `save_pretrained` of transformers 5 writes them."""
@@ -141,9 +150,3 @@ def test_a_folder_saved_by_transformers_loads(kind: str, tmp_path: Path, gloo_po
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     results = run_on_ranks(gloo_pool, 2, tmp_path, greedy=False)
     assert differences(results, reference_of(model, greedy=False)) == []
-
-
-def test_forced_ids_do_not_depend_on_the_process() -> None:
-    """Ranks and reference must see one sequence."""
-    assert forced_ids(331) == forced_ids(331)
-    assert len(set(forced_ids(331))) > 32

@@ -32,12 +32,8 @@ def build_model(
     model cannot be split over this many ranks."""
     model_class = getattr(importlib.import_module(config.module), config.architecture)
     rope = RopeParameters(**dataclasses.asdict(config.rope))
-    if rope.type == "dynamic" and group.rank == 0:
-        logger.info(
-            "Rotary scaling 'dynamic' is computed once, for sequences of %d tokens "
-            "(--max-model-len): keys in the cache cannot be rotated again as a sequence grows.",
-            max_model_len,
-        )
+    if group.rank == 0:
+        _log_choices(config, max_model_len)
     place = Placement(group, dtype, torch.device(device), backend)
     try:
         rotary = RotaryEmbedding(config.head_dim, rope, max_model_len, device=place.device)
@@ -45,3 +41,18 @@ def build_model(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return model
+
+
+def _log_choices(config: ModelConfig, max_model_len: int) -> None:
+    """What a reader of config.json might expect to be otherwise."""
+    if config.rope.type == "dynamic":
+        logger.info(
+            "Rotary scaling 'dynamic' is computed once, for sequences of %d tokens "
+            "(--max-model-len): keys in the cache cannot be rotated again as a sequence grows.",
+            max_model_len,
+        )
+    if config.ignored_fields:
+        logger.info(
+            "Unknown fields of config.json, ignored as transformers ignores them: %s.",
+            ", ".join(config.ignored_fields),
+        )
