@@ -38,7 +38,22 @@ def preflight(config: EngineConfig) -> EngineConfig:
             f"{model.num_heads} query heads of {config.model}; use at most {model.num_heads}."
         )
     name = config.served_model_name or _name_of(config.model, folder)
-    return msgspec.structs.replace(config, model=str(folder), served_model_name=name, device=device)
+    return msgspec.structs.replace(
+        config,
+        model=str(folder),
+        served_model_name=name,
+        device=device,
+        trace=_trace_file(config.trace),
+    )
+
+
+def _trace_file(trace: str) -> str:
+    if not trace:
+        return ""
+    path = Path(trace).absolute()
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"--trace {trace}: {path.parent} is no folder that can be written to.")
+    return str(path)
 
 
 def _name_of(model: str, folder: Path) -> str:

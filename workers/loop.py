@@ -18,6 +18,7 @@ from tp_runtime.messages import Answer, StepPlan, Stop, encode
 from tp_runtime.transport.heartbeat import Phase
 from tp_runtime.transport.ring import RingReader, RingWriter
 from tp_runtime.workers.runner import Runner, StepResult
+from tp_runtime.workers.step_trace import StepTrace
 
 IDLE_BEAT_S = 0.5
 """An idle worker wakes this often to show that it lives."""
@@ -28,7 +29,8 @@ _decode = msgspec.msgpack.Decoder(StepPlan | Stop).decode
 
 
 class WorkerLoop:
-    """`answers` is None on every rank but 0. `enter(phase, step)` writes the heartbeat."""
+    """`answers` is None on every rank but 0. `enter(phase, step)` writes the heartbeat; `trace`
+    is given under `--trace`."""
 
     def __init__(
         self,
@@ -37,31 +39,40 @@ class WorkerLoop:
         answers: RingWriter | None,
         generation: int,
         enter: Callable[[Phase, int], None],
+        trace: StepTrace | None = None,
     ) -> None:
         self._runner = runner
         self._plans = plans
         self._answers = answers
         self._generation = generation
         self._enter = enter
+        self._trace = trace
         self._step = 0
-        self._under_way: deque[tuple[StepResult, float]] = deque()
+        self._under_way: deque[tuple[StepResult, int]] = deque()
+        """Results and the times at which their plans arrived, nanoseconds."""
 
     def run(self) -> None:
         """Returns on Stop, with every step answered."""
         self._enter(Phase.IDLE, 0)
         while True:
             message = self._next()
-            started = time.perf_counter()
+            received = time.monotonic_ns()
             plan = _decode(message)
             self._check(plan)
             if isinstance(plan, Stop):
                 while self._under_way:
                     self._answer_oldest()
+                if self._trace is not None:
+                    self._trace.finish()
                 return
             self._enter(Phase.RUN, plan.step)
+            if self._trace is not None:
+                self._trace.before_step(plan.step)
             result = self._runner.step(plan)
+            if self._trace is not None:
+                self._trace.after_step(received, self._runner.applied_at)
             if self._answers is not None:
-                self._under_way.append((result, started))
+                self._under_way.append((result, received))
                 self._answer_ready()
             else:
                 self._enter(Phase.IDLE, plan.step)
@@ -90,7 +101,8 @@ class WorkerLoop:
             self._answer_oldest()
 
     def _answer_oldest(self) -> None:
-        result, started = self._under_way.popleft()
+        result, received = self._under_way.popleft()
+        started = time.monotonic_ns()
         self._enter(Phase.ANSWER, result.plan.step)
         if result.check is not None:
             result.check.verify()
@@ -99,9 +111,11 @@ class WorkerLoop:
             step=result.plan.step,
             token_ids=result.ids.wait().numpy().tobytes(),
             logprobs=result.logprobs.collect() if result.logprobs is not None else [],
-            run_us=int((time.perf_counter() - started) * 1e6),
+            run_us=(time.monotonic_ns() - received) // 1000,
         )
         if self._answers is not None:
             self._answers.write(encode(answer))
+        if self._trace is not None:
+            self._trace.answered(result.plan.step, started)
         if not self._under_way:
             self._enter(Phase.IDLE, self._step)

@@ -6,6 +6,7 @@ device; what the coordinator must see is returned as copies on their way to the 
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,6 +83,8 @@ class Runner:
         self.sampler = sampler
         self.sampling = SamplingRows(state)
         self.logprobs = LogprobCollector(state, model, sampler)
+        self.applied_at = 0
+        """When the batch state followed the last plan, nanoseconds; for traces."""
         self._host_rows = list(range(state.max_rows))
         self._arange = torch.arange(state.max_rows, device=state.device)
 
@@ -89,6 +92,7 @@ class Runner:
     def step(self, plan: StepPlan) -> StepResult:
         """Applies and launches the plan; collective. Raises ProtocolError when it does not fit."""
         self.state.apply(plan)
+        self.applied_at = time.monotonic_ns()
         if plan.padded and self.graphs is not None:
             return self._replay(plan, self.graphs)
         step = self._prepare(plan)

@@ -36,6 +36,7 @@ from tp_runtime.ops.group import TPGroup
 from tp_runtime.transport.fd_socket import FdSocket
 from tp_runtime.transport.heartbeat import Heartbeat, Phase
 from tp_runtime.transport.ring import RingReader, RingWriter
+from tp_runtime.transport.trace_area import TraceArea
 from tp_runtime.transport.worker_fds import WorkerDescriptors
 from tp_runtime.workers.batch_state import BatchState
 from tp_runtime.workers.decode_graphs import DecodeGraphs, graph_sizes
@@ -49,6 +50,7 @@ from tp_runtime.workers.models.registry import build_model
 from tp_runtime.workers.runner import Runner
 from tp_runtime.workers.sampler import Sampler
 from tp_runtime.workers.sharded_sampler import ShardedSampler
+from tp_runtime.workers.step_trace import StepTrace
 from tp_runtime.workers.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
@@ -94,7 +96,10 @@ class Worker:
         gc.freeze()  # the model's objects never die; the collector need not look at them again
         graphs = runner.graphs
         self.status.send(WorkerReady(self.rank, [] if graphs is None else list(graphs.sizes)))
-        loop = WorkerLoop(runner, self.plans, self.answers, self.generation, self.enter)
+        trace = None
+        if self.config.trace:
+            trace = StepTrace(TraceArea.of_rank(self.heartbeat.fd, self.local_rank), device)
+        loop = WorkerLoop(runner, self.plans, self.answers, self.generation, self.enter, trace)
         loop.run()
         self.enter(Phase.STOP)
         if graphs is not None:

@@ -19,9 +19,14 @@ from tp_runtime.coordinator.failure import Failure
 from tp_runtime.coordinator.frontend import Frontend
 from tp_runtime.coordinator.inbox import Inbox
 from tp_runtime.coordinator.limits import SchedulerLimits
+from tp_runtime.coordinator.load_log import LoadLog
+from tp_runtime.coordinator.metrics import Metrics
 from tp_runtime.coordinator.request_table import RequestTable
 from tp_runtime.coordinator.scheduler import Scheduler
+from tp_runtime.coordinator.sequence import SequenceUpdate
 from tp_runtime.coordinator.server_state import ServerState
+from tp_runtime.coordinator.steps_in_flight import StepRecord
+from tp_runtime.coordinator.trace_file import TraceFile
 from tp_runtime.coordinator.worker_group import CacheAgreement, GroupState, WorkerGroup
 from tp_runtime.engine_config import EngineConfig
 from tp_runtime.errors import (
@@ -36,6 +41,7 @@ from tp_runtime.model_length import resolve_max_model_len
 from tp_runtime.run_folder import RunFolder
 from tp_runtime.transport.fd_socket import FdListener
 from tp_runtime.transport.signal_pipe import SignalPipe
+from tp_runtime.transport.trace_area import SpanKind
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +77,11 @@ class Engine:
         self._folder = folder
         self._loop = EventLoop()
         self._signals = SignalPipe({signal.SIGTERM, signal.SIGINT})
-        self._published: deque[float] = deque()
+        self._published: deque[int] = deque()
+        """When each step under way was published, `time.monotonic_ns()`."""
+        self._trace = TraceFile(config.trace, config.run_ahead) if config.trace else None
+        self._log = None if folder.private else LoadLog()
+        self.metrics = Metrics()
         self._draining_since: float | None = None
         self._status: int | None = None
         self.scheduler: Scheduler | None = None
@@ -87,22 +97,36 @@ class Engine:
     def run(self) -> int:
         """Until stopped, or given up, or the launcher is gone."""
         next_tick = time.monotonic()
-        while self._status is None:
-            self._publish()
-            self._loop.turn(TICK_S)
-            now = time.monotonic()
-            if now >= next_tick:
-                next_tick = now + TICK_S
-                self._tick(now)
-        return self._status
+        try:
+            while self._status is None:
+                self._publish()
+                self._loop.turn(TICK_S)
+                now = time.monotonic()
+                if now >= next_tick:
+                    next_tick = now + TICK_S
+                    self._tick(now)
+            return self._status
+        finally:
+            self._write_trace()
+
+    def _write_trace(self) -> None:
+        if self._trace is not None:
+            try:
+                self._trace.write()
+            except OSError as error:
+                logger.error("The trace could not be written to %s: %s", self._config.trace, error)
 
     def _tick(self, now: float) -> None:
         self.group.tick()
         self.requests.expire(now)
         if self.scheduler is not None:
-            self._state.take_stats(self.scheduler.stats(), self.group.restarts)
-        if self._published and now - self._published[0] > self._config.step_deadline_s:
-            self.group.fail_hung(self.group.slowest_rank(), now - self._published[0])
+            stats = self.scheduler.stats()
+            self._state.take_stats(stats, self.group.restarts, self.metrics)
+            if self._log is not None:
+                self._log.turn(now, stats)
+        waited = now - self._published[0] / 1e9 if self._published else 0.0
+        if waited > self._config.step_deadline_s:
+            self.group.fail_hung(self.group.slowest_rank(), waited)
         if self._draining_since is not None and self._drained(now):
             self._stop_workers()
 
@@ -118,28 +142,52 @@ class Engine:
         scheduler, generation = self.scheduler, self.group.generation
         if scheduler is None or generation is None or self.group.state is not GroupState.READY:
             return
+        started = time.monotonic_ns()
         while (plan := scheduler.plan()) is not None:
+            planned = time.monotonic_ns()
             try:
                 generation.plans.write(encode(plan), timeout_s=self._config.step_deadline_s)
             except WorkerFailedError:
                 self.group.fail_hung(self.group.slowest_rank(), self._config.step_deadline_s)
                 return
-            self._published.append(time.monotonic())
+            published = time.monotonic_ns()
+            self._published.append(published)
+            self.metrics.published(started, planned, published)
+            if self._trace is not None:
+                self._trace.coordinator.span(SpanKind.PLAN, plan.step, started, planned)
+                self._trace.coordinator.span(SpanKind.PUBLISH, plan.step, planned, published)
+            started = published
 
     def _from_answers(self) -> None:
         scheduler, generation = self.scheduler, self.group.generation
         if scheduler is None or generation is None:
             return
         while (message := generation.answers.try_read()) is not None:
+            received, record = time.monotonic_ns(), scheduler.oldest_step
             try:
                 updates = scheduler.commit(_decode_answer(message))
             except (WorkerFailedError, ProtocolError, msgspec.DecodeError) as error:
                 self.group.fail_answer(str(error))
                 return
-            self._published.popleft()
             if updates:
-                self.requests.ended(updates)
-                self._frontend.texts.updates(updates)
+                self._take_updates(updates)
+            if record is not None:
+                self._observe(record, self._published.popleft(), received)
+
+    def _take_updates(self, updates: list[SequenceUpdate]) -> None:
+        """Hands them to whoever must know."""
+        ended = [update for update in updates if update.finish_reason is not None]
+        if ended:
+            self.requests.ended(ended)
+            self.metrics.ended(ended, time.monotonic_ns())
+        self._frontend.texts.updates(updates)
+
+    def _observe(self, record: StepRecord, published: int, received: int) -> None:
+        done = time.monotonic_ns()
+        self.metrics.answered(record, published, received, done)
+        if self._trace is not None:
+            self._trace.coordinator.span(SpanKind.WAIT, record.step, published, received)
+            self._trace.coordinator.span(SpanKind.COMMIT, record.step, received, done)
 
     # ------------------------------------------------------------ GroupEvents
 
@@ -152,10 +200,14 @@ class Engine:
             self.scheduler = Scheduler(limits, generation.number)
             self.requests.open(self.scheduler)
         else:
-            updates = self.scheduler.reset(generation.number, limits)
-            self.requests.ended(updates)
-            self._frontend.texts.updates(updates)
+            self._take_updates(self.scheduler.reset(generation.number, limits))
         self._published.clear()
+        self.metrics.interrupted()
+        if self._trace is not None:
+            for place in generation.places:
+                self._trace.add_rank(
+                    generation.number, place.rank, place.pid or 0, generation.heartbeat.fd
+                )
         self._loop.watch(generation.answers.doorbell, self._from_answers)
         self._state.change(num_kv_blocks=limits.num_blocks, block_size=limits.block_size)
         self._say("ready")

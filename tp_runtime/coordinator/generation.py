@@ -19,6 +19,7 @@ from tp_runtime.transport.ring import (
     create_doorbell,
     create_ring,
 )
+from tp_runtime.transport.trace_area import create_traced_page
 from tp_runtime.transport.worker_fds import WorkerDescriptors
 
 
@@ -48,10 +49,12 @@ class Generation:
     places: list[WorkerPlace] = field(default_factory=list)
 
     @classmethod
-    def create(cls, number: int, world_size: int) -> Generation:
-        """Raises OSError when memory or descriptors cannot be had."""
+    def create(cls, number: int, world_size: int, traced: bool = False) -> Generation:
+        """`traced`: with room for the spans of each rank (see transport.trace_area).
+
+        Raises OSError when memory or descriptors cannot be had."""
         plan_ring, answer_ring = create_ring("tp_runtime-plans"), create_ring("tp_runtime-answers")
-        heartbeat = create_heartbeat_page()
+        heartbeat = create_traced_page(world_size) if traced else create_heartbeat_page()
         bells = [create_doorbell() for _ in range(world_size)]
         answer_bell = create_doorbell()
         generation = cls(

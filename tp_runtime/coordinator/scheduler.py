@@ -348,6 +348,11 @@ class Scheduler:
         """The number the next plan will have."""
         return self._step
 
+    @property
+    def oldest_step(self) -> StepRecord | None:
+        """The step whose answer is due next."""
+        return self._in_flight.oldest
+
     def find(self, key: SeqKey) -> Sequence | None:
         """A sequence that waits or runs."""
         return self._seqs.get(key)

@@ -212,7 +212,9 @@ class WorkerGroup:
     def _fork_all(self) -> None:
         self._number += 1
         self._failures = []
-        self.generation = Generation.create(self._number, self.size)
+        self.generation = Generation.create(
+            self._number, self.size, traced=bool(self._config.trace)
+        )
         self._enter(GroupState.STARTING)
         for place in self.generation.places:
             self._watcher.watch(
