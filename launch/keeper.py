@@ -59,7 +59,8 @@ class Keeper:
 
     `relay_signals`: a signal is a person's wish for the server to end, and goes to the coordinator.
     Without it (a launcher of ours handles signals itself) only torch's elastic agent sends them,
-    and means this process. `every_turn` is called a few times a second, for showing progress."""
+    and means this process. `every_turn` is called a few times a second, for showing progress;
+    `close_in_child` in each forked worker, for what it must not hold."""
 
     def __init__(
         self,
@@ -72,6 +73,7 @@ class Keeper:
         outlived_by: Sequence[ProcessId],
         relay_signals: bool = True,
         every_turn: Callable[[], None] = lambda: None,
+        close_in_child: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self._place = place
@@ -82,6 +84,7 @@ class Keeper:
         self._signal_pipe = signals.collect()
         self._relay_signals = relay_signals
         self._every_turn = every_turn
+        self._also_close_in_child = close_in_child
         self._status: int | None = None
         self._stop_by = float("inf")
         self._generation = 0
@@ -212,6 +215,7 @@ class Keeper:
         self._coordinator.close()
         self._signal_pipe.close()
         close_all(self._parents)
+        self._also_close_in_child()
 
     def _kill_worker(self) -> None:
         if self._worker is not None:

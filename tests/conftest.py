@@ -22,6 +22,7 @@ HAS_GPU = Path("/dev/nvidiactl").exists()
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["TP_RUNTIME_HTTP"] = "0"  # servers of tests side by side would want the same port
 if not HAS_GPU:
     # Read when a kernel is defined, so before any test module is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")

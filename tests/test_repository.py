@@ -72,7 +72,7 @@ def test_every_source_lies_in_a_package_with_a_docstring() -> None:
 def test_imported_packages_are_requirements() -> None:
     options = _setup_cfg()["options"]
     extras = _setup_cfg()["options.extras_require"]
-    texts = [options["install_requires"], extras["http"], extras["flash-attn"]]
+    texts = [options["install_requires"], extras["flash-attn"]]
     declared = {wanted.name.lower() for text in texts for wanted in _requirements(text)}
     used: dict[str, str] = {}
     for path in _all_sources():

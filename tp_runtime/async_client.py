@@ -96,6 +96,10 @@ class AsyncTokenStream(AsyncIterator[StreamChunk]):
         """Of all requests, once the stream has ended."""
         return [call.future.result(0) for call in self._calls]
 
+    def num_prompt_tokens(self, prompt_index: int) -> int:
+        """Of one prompt of the call; 0 for a text before the server has taken it."""
+        return self._calls[prompt_index].num_prompt_tokens
+
     async def __anext__(self) -> StreamChunk:
         while self._running and not self._closed:
             try:

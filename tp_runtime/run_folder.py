@@ -10,8 +10,10 @@ that a reused pid is never taken for it. In it:
     config.json       the EngineConfig all processes share, written by the first keeper
     coordinator.json  who the coordinator is, written by the keeper that started it
     server.json       address and model; written by the coordinator after it has bound its sockets
+    http.json         URL of the HTTP server, if there is one; written by who bound its socket
     status.json       what the server is doing now, for whoever waits for it
     failure.json      the first cause of its end
+    door.json         how relays of other hosts reach the coordinator (see DoorKey)
     claimed           there when a launcher of ours reads failure.json and removes the folder
     private           there when the server belongs to one program and is not listed for others
 
@@ -82,6 +84,10 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     process: ProcessId
 
 
+class HttpAddress(msgspec.Struct, frozen=True):
+    url: str
+
+
 class Status(msgspec.Struct, frozen=True):
     """`state`: starting, ready, recovering, draining. `text` says what is being waited for."""
 
@@ -97,6 +103,16 @@ class Failure(msgspec.Struct, frozen=True):
 
     def error(self) -> TPRuntimeError:
         return error_from_code(self.code, self.message)
+
+
+class DoorKey(msgspec.Struct, frozen=True):
+    """How a relay reaches the coordinator, besides the address of its host: a secret `token`, and
+    the run whose messages it takes. On the coordinator's host the coordinator writes it; elsewhere
+    it has come through torchrun's store."""
+
+    port: int
+    token: str
+    run_id: str
 
 
 class RunFolder:
@@ -155,12 +171,26 @@ class RunFolder:
     def read_coordinator(self) -> ProcessId | None:
         return self._read("coordinator.json", ProcessId)
 
+    def write_door(self, key: DoorKey) -> None:
+        self._write("door.json", key)
+
+    def read_door(self) -> DoorKey | None:
+        return self._read("door.json", DoorKey)
+
     def write_server(self, info: ServerInfo) -> None:
         """Publish the address; call it after the sockets are bound."""
         self._write("server.json", info)
 
     def read_server(self) -> ServerInfo | None:
         return self._read("server.json", ServerInfo)
+
+    def write_http(self, url: str) -> None:
+        self._write("http.json", HttpAddress(url))
+
+    def read_http(self) -> str:
+        """URL of the HTTP server; empty when there is none."""
+        found = self._read("http.json", HttpAddress)
+        return "" if found is None else found.url
 
     def write_status(self, state: str, text: str = "") -> None:
         self._write("status.json", Status(state, text))

@@ -66,6 +66,12 @@ def byte_level_bytes(token: str) -> bytes:
         return token.encode()
 
 
+def bytes_of_part(token: str) -> bytes:
+    """The bytes of a token that is no whole character: `<0xE4>`, or one of a byte-level BPE."""
+    named = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(named.group(1), 16)]) if named else byte_level_bytes(token)
+
+
 class _Pieces(dict[int, Any]):
     """id -> piece, worked out at the first use of an id; `nothing` for skipped and unknown ids."""
 

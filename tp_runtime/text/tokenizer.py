@@ -14,7 +14,15 @@ import tokenizers
 from tp_runtime.errors import InvalidRequestError
 from tp_runtime.text import tokenizer_files
 from tp_runtime.text.chat_template import ChatTemplate
-from tp_runtime.text.detokenizer import Detokenizer, detokenizer_factory, token_text
+from tp_runtime.text.detokenizer import (
+    REPLACEMENT,
+    Detokenizer,
+    bytes_of_part,
+    detokenizer_factory,
+    token_text,
+)
+
+SENTENCEPIECE_SPACE = "\u2581"
 
 
 class Tokenizer:
@@ -95,6 +103,19 @@ class Tokenizer:
     def token(self, token_id: int) -> str:
         """One token as it reads alone, special tokens too; "" outside the vocabulary."""
         return self.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes that the token adds in the middle of a text; they may end within a
+        character. Special tokens as they are written; b"" outside the vocabulary."""
+        raw = token_text(self._tokenizer, token_id)
+        if raw is None:
+            return b""
+        alone = self.token(token_id)
+        if REPLACEMENT in alone:
+            return bytes_of_part(raw)
+        if raw.startswith(SENTENCEPIECE_SPACE) and not alone.startswith(" "):
+            return raw.replace(SENTENCEPIECE_SPACE, " ").encode()  # decoding alone drops it
+        return alone.encode()
 
     def knows(self, token_id: int) -> bool:
         return token_text(self._tokenizer, token_id) is not None
