@@ -26,7 +26,7 @@ from tp_runtime.ops.embedding import ParallelLMHead, VocabParallelEmbedding
 from tp_runtime.ops.group import TPGroup
 from tp_runtime.ops.linear import MergedColumnParallelLinear, RowParallelLinear
 from tp_runtime.ops.norm import RMSNorm
-from tp_runtime.ops.normed_linear import normed_gate_up, normed_linear
+from tp_runtime.ops.normed_linear import normed_gate_up
 from tp_runtime.ops.rotary import RotaryEmbedding
 
 
@@ -51,8 +51,8 @@ class Placement:
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)); gate and up are one matrix product. The layer calls the parts,
-    because the norm in front of gate and up belongs to the same kernel for one token."""
+    """down(silu(gate(n)) * up(n)) with n = norm(x + residual); gate and up are one matrix product,
+    and for one token on a GPU the norm is part of its kernel."""
 
     def __init__(self, config: ModelConfig, place: Placement) -> None:
         super().__init__()
@@ -63,15 +63,21 @@ class GatedMLP(nn.Module):
         self.act = SiluAndMul()
         self.down_proj = RowParallelLinear(inter, hidden, bias=config.mlp_bias, **place.sharded)
 
+    def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """MLP of norm(x + residual), and that sum; all [tokens, hidden]."""
+        gated, residual = normed_gate_up(x, residual, norm, self.gate_up_proj, self.act)
+        return self.down_proj(gated), residual
+
 
 class DecoderLayer(nn.Module):
     """Norm and attention, norm and MLP; two all-reduces."""
 
     attention: ClassVar[type[nn.Module]]
-    """Built as attention(config, layer index, rotary, placement); has `qkv_proj`, whose output is
-    its input."""
+    """Built as attention(config, layer index, rotary, placement). Called as forward(positions, x,
+    residual, norm, kv, meta); returns (attention of norm(x + residual), that sum)."""
     feed_forward: ClassVar[type[nn.Module]] = GatedMLP
-    """Built as feed_forward(config, placement)."""
+    """Built as feed_forward(config, placement). Called as forward(x, residual, norm); returns (MLP
+    of norm(x + residual), that sum)."""
 
     def __init__(
         self, config: ModelConfig, layer: int, rotary: RotaryEmbedding, place: Placement
@@ -93,13 +99,11 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """`hidden` [tokens, hidden] has yet to be added to `residual` (None: the first layer, whose
         input is the residual); the same holds for the pair returned."""
-        attention, mlp = self.self_attn, self.mlp
-        qkv, residual = normed_linear(hidden, residual, self.input_layernorm, attention.qkv_proj)
-        hidden = attention(positions, qkv, kv, meta)
-        gated, residual = normed_gate_up(
-            hidden, residual, self.post_attention_layernorm, mlp.gate_up_proj, mlp.act
+        hidden, residual = self.self_attn(
+            positions, hidden, residual, self.input_layernorm, kv, meta
         )
-        return mlp.down_proj(gated), residual
+        out: tuple[Tensor, Tensor] = self.mlp(hidden, residual, self.post_attention_layernorm)
+        return out
 
 
 class Decoder(nn.Module):

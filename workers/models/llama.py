@@ -8,6 +8,8 @@ from tp_runtime.model_config import ModelConfig
 from tp_runtime.ops.attention.layer import Attention
 from tp_runtime.ops.attention.metadata import AttentionMetadata, LayerKV
 from tp_runtime.ops.linear import QKVParallelLinear, RowParallelLinear
+from tp_runtime.ops.norm import RMSNorm
+from tp_runtime.ops.normed_linear import normed_linear
 from tp_runtime.ops.rotary import RotaryEmbedding
 from tp_runtime.ops.rotate_and_store import rotate_and_store
 from tp_runtime.workers.models.decoder import CausalLM, Decoder, DecoderLayer, Placement
@@ -50,13 +52,20 @@ class LlamaAttention(nn.Module):
         )
 
     def forward(
-        self, positions: Tensor, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata
-    ) -> Tensor:
-        """positions [tokens], qkv [tokens, outputs of qkv_proj] -> [tokens, hidden]"""
+        self,
+        positions: Tensor,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: RMSNorm,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of norm(x + residual), and that sum; positions [tokens], the rest
+        [tokens, hidden]."""
+        qkv, residual = normed_linear(x, residual, norm, self.qkv_proj)
         q, k, v = self.qkv_proj.split(qkv)
         q, k = rotate_and_store(q, k, v, positions, self.rotary, kv, meta)
-        out: Tensor = self.o_proj(self.attn.attend(q, k, v, kv, meta))
-        return out
+        return self.o_proj(self.attn.attend(q, k, v, kv, meta)), residual
 
 
 class LlamaDecoderLayer(DecoderLayer):

@@ -11,6 +11,7 @@ from torch import Tensor
 from tp_runtime.model_config import ModelConfig
 from tp_runtime.ops.attention.metadata import AttentionMetadata, LayerKV
 from tp_runtime.ops.norm import RMSNorm
+from tp_runtime.ops.normed_linear import normed_linear
 from tp_runtime.ops.rotary import RotaryEmbedding
 from tp_runtime.ops.rotate_and_store import rotate_and_store
 from tp_runtime.workers.models.decoder import CausalLM, Decoder, DecoderLayer, Placement
@@ -30,14 +31,21 @@ class Qwen3Attention(LlamaAttention):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, **place.replicated)
 
     def forward(
-        self, positions: Tensor, qkv: Tensor, kv: LayerKV, meta: AttentionMetadata
-    ) -> Tensor:
-        """positions [tokens], qkv [tokens, outputs of qkv_proj] -> [tokens, hidden]"""
+        self,
+        positions: Tensor,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: RMSNorm,
+        kv: LayerKV,
+        meta: AttentionMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of norm(x + residual), and that sum; positions [tokens], the rest
+        [tokens, hidden]."""
+        qkv, residual = normed_linear(x, residual, norm, self.qkv_proj)
         q, k, v = self.qkv_proj.split(qkv)
         norms = (self.q_norm, self.k_norm)
         q, k = rotate_and_store(q, k, v, positions, self.rotary, kv, meta, *norms)
-        out: Tensor = self.o_proj(self.attn.attend(q, k, v, kv, meta))
-        return out
+        return self.o_proj(self.attn.attend(q, k, v, kv, meta)), residual
 
 
 class Qwen3DecoderLayer(DecoderLayer):
