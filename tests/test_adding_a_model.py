@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "adding-a-model.md"
 
@@ -19,6 +21,7 @@ def _insert(file: Path, before: str, text: str) -> None:
     file.write_text(content.replace(before, f"{text}{before}"), encoding="utf-8")
 
 
+@pytest.mark.timeout(400)
 def test_following_the_page_adds_a_model_that_equals_transformers(tmp_path: Path) -> None:
     """A copy of the checkout, the four edits of the page, the command of the page."""
     for folder in ("tp_runtime", "ops", "workers", "launch", "tests"):
@@ -47,7 +50,7 @@ def test_following_the_page_adds_a_model_that_equals_transformers(tmp_path: Path
         env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=380,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 passed" in done.stdout
