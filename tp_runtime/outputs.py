@@ -53,6 +53,18 @@ class RequestOutput:
     num_cached_tokens: int = 0
     timings: Timings = field(default_factory=Timings)
 
+    def echo(self, index: int = 0) -> str:
+        """The prompt's text and a sample's, as OpenAI's `echo` gives them; with `max_tokens=0` the
+        prompt alone. The log-probabilities of both are `prompt_logprobs` and the sample's own.
+
+        Raises ValueError for a prompt that was not text; `Client.detokenize` gives that of ids."""
+        if self.prompt is None:
+            raise ValueError(
+                "This prompt was given as ids or messages and has no text of its own; "
+                "client.detokenize(output.prompt_token_ids) gives one."
+            )
+        return self.prompt + self.outputs[index].text
+
     @property
     def text(self) -> str:
         """Of the first sample, like the properties that follow."""
