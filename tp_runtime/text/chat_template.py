@@ -97,6 +97,7 @@ class ChatTemplate:
                     f"The chat template {name!r} of this model is not valid Jinja: {error}."
                 ) from error
         self._special_tokens = dict(special_tokens)
+        self._know_tools = {name for name, source in templates.items() if "tools" in source}
 
     def render(
         self,
@@ -154,6 +155,10 @@ class ChatTemplate:
         if with_tools and "tool_use" in self._templates:
             return self._templates["tool_use"]
         if "default" in self._templates:
+            if with_tools and "default" not in self._know_tools:
+                raise InvalidRequestError(
+                    "The chat template of this model does not know tools; leave tools out."
+                )
             return self._templates["default"]
         raise InvalidRequestError(
             "This model has several chat templates and none of them is the default "
