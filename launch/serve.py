@@ -35,7 +35,6 @@ from tp_runtime.launch.coordinator_process import (
 )
 from tp_runtime.launch.http_options import http_options, take_http_options
 from tp_runtime.launch.http_process import HttpProcess
-from tp_runtime.launch.door_exchange import DoorExchange
 from tp_runtime.launch.keeper import Keeper
 from tp_runtime.launch.keeper_signals import KeeperSignals
 from tp_runtime.launch.options import engine_config, engine_options
@@ -68,7 +67,6 @@ class RankProcess:
         self._may_start = place.local_rank == 0 and not coordinator_elsewhere
         self._tells = place.local_rank == 0 and not folder.claimed
         self._started: CoordinatorProcess | None = None
-        self._exchange: DoorExchange | None = None
         self._web = web
         self._signals = KeeperSignals(before_exit=self._abandon)
 
@@ -108,8 +106,6 @@ class RankProcess:
             self._web.start(self._folder)
         if worker_main is None:
             worker_main = self._import_worker()
-        if self._place.several_hosts and self._place.local_rank == 0:
-            self._exchange = DoorExchange(self._folder, self._place, shared.start_timeout_s)
         connection = connect_to_coordinator(
             self._folder, self._started, shared.start_timeout_s, lambda: self._turn(notice)
         )
