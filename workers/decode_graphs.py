@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tp_runtime.ops.attention.metadata import AttentionMetadata, DecodeMetadata, LayerKV
+from tp_runtime.ops.decode_step import DecodeInput, begin_decode, end_decode
 from tp_runtime.ops.sampling.sampler import SamplingBatch, SamplingClass
 from tp_runtime.workers.batch_state import BatchState
 from tp_runtime.workers.models.decoder import CausalLM
@@ -39,10 +40,7 @@ class _Buffers:
 
     num_rows: Tensor
     """[1] int64: rows that are no padding."""
-    logits: Tensor
-    """[largest size, padded shard] float32."""
-    drawn_position: Tensor
-    """[largest size] int64: the position the drawn token will have."""
+    input: DecodeInput
     ids: Tensor
     """[largest size] int32: what is answered."""
 
@@ -62,13 +60,12 @@ class DecodeGraphs:
         self._model, self._kv, self._state, self._sampler = model, kv, state, sampler
         device, largest = state.device, max(sizes)
         self._arange = torch.arange(largest, device=device)
-        shard = model.lm_head.shard.padded
         self.buffers = _Buffers(
             num_rows=torch.zeros(1, dtype=torch.int64, device=device),
-            logits=torch.zeros((largest, shard), device=device),
-            drawn_position=torch.zeros(largest, dtype=torch.int64, device=device),
+            input=DecodeInput.empty(largest, device),
             ids=torch.zeros(largest, dtype=torch.int32, device=device),
         )
+        self._logits: dict[int, Tensor] = {}
         self._models: dict[int, Recorded] = {}
         self._samplers: dict[tuple[int, SamplingClass], Recorded] = {}
 
@@ -90,6 +87,10 @@ class DecodeGraphs:
         self.buffers.num_rows.fill_(num_rows)
         self._models[size].replay()
 
+    def logits(self, size: int) -> Tensor:
+        """Of the last replay of this size: [size, padded shard] float32."""
+        return self._logits[size]
+
     def run_sampler(self, size: int, kind: SamplingClass) -> Tensor:
         """Draws from the logits; ids [size] int32, overwritten by the next step."""
         self._samplers[size, kind].replay()
@@ -99,32 +100,34 @@ class DecodeGraphs:
         for recorded in (*self._samplers.values(), *self._models.values()):
             recorded.release()
         self._models.clear()
+        self._logits.clear()
         self._samplers.clear()
 
     # ------------------------------------------------------------ what is recorded
 
     def _model_step(self, n: int) -> None:
-        state, rows = self._state, self._arange[:n]
-        active = rows < self.buffers.num_rows
-        positions = torch.where(active, state.position[:n], 0)
-        slots = torch.where(active, state.slots(rows, positions), -1)
+        state, step = self._state, self.buffers.input.first(n)
+        begin_decode(
+            self.buffers.num_rows,
+            state.last_id,
+            state.position,
+            state.block_tables,
+            state.block_size,
+            step,
+        )
         meta = AttentionMetadata(
-            slot_mapping=slots,
+            slot_mapping=step.slots,
             decode=DecodeMetadata(
-                context_lens=torch.where(active, positions + 1, 0).to(torch.int32),
+                context_lens=step.context_lens,
                 block_tables=state.block_tables[:n],
                 max_context_len=state.max_blocks * state.block_size,
             ),
         )
-        ids = state.last_id[:n].clamp(min=0)
-        hidden = self._model(ids, positions, self._kv, meta)
-        self.buffers.logits[:n] = self._model.compute_logits(hidden)
-        self.buffers.drawn_position[:n] = positions + 1
-        state.position[:n] += active
+        hidden = self._model(step.ids, step.positions, self._kv, meta)
+        self._logits[n] = self._model.compute_logits(hidden)
 
     def _sample_step(self, n: int, kind: SamplingClass) -> None:
-        state = self._state
-        parameters = state.parameters
+        state, parameters = self._state, self._state.parameters
         batch = SamplingBatch(
             kind=kind,
             temperature=parameters.floats[0, :n],
@@ -133,9 +136,14 @@ class DecodeGraphs:
             seed=parameters.ints[0, :n],
             top_k=parameters.ints[1, :n],
             min_position=parameters.ints[2, :n],
-            position=self.buffers.drawn_position[:n],
+            position=self.buffers.input.drawn_position[:n],
         )
-        ids = self._sampler.draw(self.buffers.logits[:n], batch).ids
-        active = self._arange[:n] < self.buffers.num_rows
-        state.last_id[:n] = torch.where(active, ids, state.last_id[:n])
-        self.buffers.ids[:n] = ids
+        logits, num_rows, ids = self._logits[n], self.buffers.num_rows, self.buffers.ids[:n]
+        best = self._sampler.best(logits, batch)
+        if best is not None:
+            end_decode(best, num_rows, state.last_id, ids)
+            return
+        drawn = self._sampler.draw(logits, batch).ids
+        active = self._arange[:n] < num_rows
+        state.last_id[:n] = torch.where(active, drawn, state.last_id[:n])
+        ids.copy_(drawn)

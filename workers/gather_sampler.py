@@ -33,6 +33,9 @@ class GatherSampler:
         top = top_logprobs(logits, ids, alternatives) if alternatives >= 0 else None
         return Drawn(ids, top)
 
+    def best(self, local: Tensor, batch: SamplingBatch) -> Tensor | None:
+        return None
+
     def score(self, local: Tensor, targets: Tensor, alternatives: int) -> TopLogprobs | None:
         logits = self._lm_head.gather(local)
         return None if logits is None else top_logprobs(logits, targets, alternatives)

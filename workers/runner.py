@@ -113,8 +113,8 @@ class Runner:
         if kind in RECORDED_CLASSES and alternatives < 0:
             ids = graphs.run_sampler(plan.padded, kind)[:n]
             return self._result(plan, ids, None)
-        batch = self.sampling.batch(rows, host_rows, graphs.buffers.drawn_position[:n])
-        drawn = self.sampler.draw(graphs.buffers.logits[:n], batch, alternatives)
+        batch = self.sampling.batch(rows, host_rows, graphs.buffers.input.drawn_position[:n])
+        drawn = self.sampler.draw(graphs.logits(plan.padded)[:n], batch, alternatives)
         state.record_sampled(rows, drawn.ids)
         logprobs = self.logprobs.collect(plan, host_rows, drawn, hidden=drawn.ids)
         return self._result(plan, drawn.ids.to(torch.int32), logprobs)

@@ -33,6 +33,11 @@ class Sampler(Protocol):
 
     def draw(self, local: Tensor, batch: SamplingBatch, alternatives: int = -1) -> Drawn: ...
 
+    def best(self, local: Tensor, batch: SamplingBatch) -> Tensor | None:
+        """Greedy and temperature only: [rows, pieces] int64 whose maximum names the id, the same on
+        every rank (see `ops.sampling.best`); None when the sampler has no such form."""
+        ...
+
     def score(self, local: Tensor, targets: Tensor, alternatives: int) -> TopLogprobs | None:
         """Logprobs of `targets` [rows] int64; on rank 0 only."""
         ...

@@ -52,10 +52,15 @@ class ShardedSampler:
     # ------------------------------------------------------------ (value, id) exchange
 
     def _draw_best(self, local: Tensor, batch: SamplingBatch) -> Tensor:
+        return unpack_id(self.best(local, batch).amax(1))
+
+    def best(self, local: Tensor, batch: SamplingBatch) -> Tensor:
+        """Greedy and temperature only: [rows, pieces] int64 whose maximum names the id, the same on
+        every rank (see `ops.sampling.best`)."""
         best = best_of_shard(local, self._shard.start, batch)
-        if self._group.size > 1:
-            best = torch.stack(self._group.comm.all_gather(best)).amax(0)
-        return unpack_id(best)
+        if self._group.size == 1:
+            return best
+        return torch.stack(self._group.comm.all_gather(best.amax(1)), dim=1)
 
     # ------------------------------------------------------------ whole rows on every rank
 

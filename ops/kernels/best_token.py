@@ -3,7 +3,8 @@
     value = logit                                   for greedy rows (temperature 0)
     value = logit / temperature - log(-log(u))      otherwise, u from Philox (see ops.sampling.philox)
 
-A program takes one row and a piece of the vocabulary; the caller takes the maximum of the pieces.
+A program takes one row and a piece of the vocabulary; the best of a row is the maximum of its
+pieces.
 NaN and +inf logits give the largest int64. Reference: `tp_runtime.ops.sampling.best.best_reference`.
 """
 
@@ -69,7 +70,7 @@ def best_token(
 ) -> Tensor:
     """logits [rows, columns] (last stride 1) of vocabulary ids start, start + 1, ...; start a
     multiple of 4. temperature [rows] float32 (None: all greedy), seed and position [rows] int64.
-    Returns [rows] int64 as `tp_runtime.ops.sampling.best.pack_best`."""
+    Returns [rows, pieces] int64, each as `tp_runtime.ops.sampling.best.pack_best`."""
     rows, columns = logits.shape
     if start % _WORDS or logits.stride(1) != 1:
         raise ValueError(
@@ -92,4 +93,4 @@ def best_token(
         GROUPS=PIECE // _WORDS,
         num_warps=8,
     )
-    return out.amax(1)
+    return out

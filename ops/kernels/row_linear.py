@@ -102,11 +102,17 @@ def _row_linear_kernel(
     tl.store(y_ptr + row, y.to(dtype), mask=row_inside)
 
 
-def default_config(outputs: int, inputs: int, silu: bool) -> RowConfig:
-    """Enough programs to fill the chip several times, enough loads in flight in each."""
-    columns = min(triton.next_power_of_2(inputs), 2048)
-    rows = 2 if silu or outputs < 8192 else 4
-    return RowConfig(rows, columns, 4 if rows * columns <= 8192 else 8)
+def default_config(outputs: int, inputs: int, normed: bool, silu: bool) -> RowConfig:
+    """Within 3 % of the best of 48 configurations on an H200 for the projections of Qwen3 0.6B and
+    8B, whole and halved."""
+    whole = triton.next_power_of_2(inputs)
+    if silu:
+        return RowConfig(4, min(whole, 1024), 4)
+    if outputs >= 32768:
+        return RowConfig(2, min(whole, 2048), 4)
+    if normed:
+        return RowConfig(4, min(whole, 2048), 4)
+    return RowConfig(2, min(whole, 2048), 8 if whole <= 4096 else 4)
 
 
 def row_linear(
@@ -136,7 +142,7 @@ def row_linear(
     outputs = weight.shape[0] // 2 if silu else weight.shape[0]
     y = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
     summed = x if residual is None else torch.empty_like(x)
-    chosen = config or default_config(outputs, inputs, silu)
+    chosen = config or default_config(outputs, inputs, norm is not None, silu)
     _row_linear_kernel[(triton.cdiv(outputs, chosen.rows),)](
         x,
         residual if residual is not None else x,

@@ -53,10 +53,10 @@ def best_reference(local: Tensor, start: int, batch: SamplingBatch) -> Tensor:
 
 
 def best_of_shard(local: Tensor, start: int, batch: SamplingBatch) -> Tensor:
-    """As `best_reference`; on CUDA by one kernel. Noise there may differ in the last bit of a
-    logarithm, equally on every GPU."""
+    """[rows, pieces] int64, whose maximum over the pieces is that of `best_reference`; on CUDA by
+    one kernel. Noise there may differ in the last bit of a logarithm, equally on every GPU."""
     if not local.is_cuda or start % 4:
-        return best_reference(local, start, batch)
+        return best_reference(local, start, batch)[:, None]
     from tp_runtime.ops.kernels.best_token import best_token  # triton: CUDA only
 
     temperature = batch.temperature if batch.kind == SamplingClass.GUMBEL else None
