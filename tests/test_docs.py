@@ -14,6 +14,7 @@ PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 TO_BE_WRITTEN = {"workers/models/granite.py"}
 """Files that a page tells its reader to make."""
 _FOLDERS = "tp_runtime|ops|workers|launch|tests|torchrun_examples|docs|scripts"
+_TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 _PATH = re.compile(rf"`((?:{_FOLDERS})/[\w/.-]+)`")
 _NAMED = re.compile(r"`([\w/]+\.py)`:\s+((?:`[\w.]+`(?:\s+\([^)`]*\))?(?:,\s+|\s+and\s+)?)+)")
 
@@ -50,9 +51,18 @@ def names_missing(text: str) -> list[str]:
     return missing
 
 
+def test_tests_that_are_named_exist() -> None:
+    named = [found for page in PAGES for found in _TEST.findall(_text(page))]
+    assert named
+    paths = {file: ROOT / file for file, _ in named}
+    defined = {file: names_in(path) if path.is_file() else set() for file, path in paths.items()}
+    assert [f"{file}::{test}" for file, test in named if test not in defined[file]] == []
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_page_names_only_files_that_exist(page: str) -> None:
     paths = {found.rstrip("/") for found in _PATH.findall(_text(page))}
+    paths |= {file for file, _ in _TEST.findall(_text(page))}
     assert paths, "the page names no file at all: the pattern or the page is broken"
     assert [path for path in sorted(paths - TO_BE_WRITTEN) if not (ROOT / path).exists()] == []
 
