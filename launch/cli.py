@@ -6,26 +6,16 @@ quick. Whatever goes wrong ends as one sentence on the terminal and a status tha
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import click
 
 from tp_runtime.errors import ConfigError, TPRuntimeError
 from tp_runtime.launch import exit_status
+from tp_runtime.launch.lazy_group import LazyCommand, lazy_group
 from tp_runtime.launch.server_notice import print_failure
-
-
-@dataclass(frozen=True)
-class LazyCommand:
-    """Where a command is defined, and its line in the list of commands."""
-
-    module: str
-    attribute: str
-    summary: str
 
 
 COMMANDS = {
@@ -34,6 +24,7 @@ COMMANDS = {
         "tp_runtime.launch.generate", "generate_command", "Complete prompts and exit."
     ),
     "chat": LazyCommand("tp_runtime.launch.chat", "chat_command", "Talk to a model."),
+    "bench": LazyCommand("tp_runtime.launch.bench.cli", "bench_command", "Measure."),
     "doctor": LazyCommand(
         "tp_runtime.launch.doctor", "doctor_command", "Say what is wrong here, and what fits."
     ),
@@ -43,27 +34,7 @@ COMMANDS = {
 }
 
 
-class _Commands(click.Group):
-    """Imports a command's module when the command is used."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        entry = COMMANDS.get(cmd_name)
-        if entry is None:
-            return None
-        command: click.Command = getattr(importlib.import_module(entry.module), entry.attribute)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, entry.summary) for name, entry in COMMANDS.items()])
-
-
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-def commands() -> None:
-    """A tensor-parallel runtime for language models."""
+commands = lazy_group("tp-runtime", "A tensor-parallel runtime for language models.", COMMANDS)
 
 
 def main(arguments: list[str] | None = None) -> None:

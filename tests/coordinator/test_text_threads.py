@@ -279,3 +279,22 @@ def test_tokenize_answers_come_back(harness: Harness) -> None:
     assert isinstance(answers["t"], Tokenized)
     assert answers["t"].text == "<|im_start|>hi<|im_end|>:"
     assert isinstance(answers["u"], Failed)
+
+
+def test_steps_that_piled_up_reach_the_client_as_one_delta_per_sample(harness: Harness) -> None:
+    seqs = [harness.submitted(b"a", name, detokenize=False).sequences[0] for name in ("r", "s")]
+    harness.texts.updates([SequenceUpdate(seq, 3) for seq in seqs])
+    harness.settle()  # the first token is told by itself, with its timings
+    before = len(harness.messages(b"a"))
+    steps = [[SequenceUpdate(seq, token) for seq in seqs] for token in (4, 5, 6)]
+    steps[-1][0] = SequenceUpdate(seqs[0], 6, "stop")
+    harness.texts._take_steps(steps)  # as the output thread does, which is idle here
+    harness.texts._flush()
+    (message,) = harness.messages(b"a")[before:]
+    assert isinstance(message, Outputs)
+    tokens: dict[str, list[int]] = {"r": [], "s": []}
+    for delta in message.deltas:
+        tokens[delta.request_id] += unpack_ids(delta.token_ids)
+    assert tokens == {"r": [4, 5, 6], "s": [4, 5, 6]}
+    assert [d.finish_reason for d in message.deltas if d.request_id == "r"][-1] == "stop"
+    assert len([d for d in message.deltas if d.request_id == "s"]) == 1

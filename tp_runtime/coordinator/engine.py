@@ -82,6 +82,9 @@ class Engine:
         self._trace = TraceFile(config.trace, config.run_ahead) if config.trace else None
         self._log = None if folder.private else LoadLog()
         self.metrics = Metrics()
+        self._fresh: list[list[SequenceUpdate]] = []
+        """Of answered steps, not yet handed over."""
+        self._answered = 0
         self._draining_since: float | None = None
         self._status: int | None = None
         self.scheduler: Scheduler | None = None
@@ -100,6 +103,7 @@ class Engine:
         try:
             while self._status is None:
                 self._publish()
+                self._hand_over()
                 self._loop.turn(TICK_S)
                 now = time.monotonic()
                 if now >= next_tick:
@@ -117,6 +121,7 @@ class Engine:
                 logger.error("The trace could not be written to %s: %s", self._config.trace, error)
 
     def _tick(self, now: float) -> None:
+        self._hand_over()
         self.group.tick()
         self.requests.expire(now)
         if self.scheduler is not None:
@@ -145,14 +150,15 @@ class Engine:
         started = time.monotonic_ns()
         while (plan := scheduler.plan()) is not None:
             planned = time.monotonic_ns()
+            message = encode(plan)
             try:
-                generation.plans.write(encode(plan), timeout_s=self._config.step_deadline_s)
+                generation.plans.write(message, timeout_s=self._config.step_deadline_s)
             except WorkerFailedError:
                 self.group.fail_hung(self.group.slowest_rank(), self._config.step_deadline_s)
                 return
             published = time.monotonic_ns()
             self._published.append(published)
-            self.metrics.published(started, planned, published)
+            self.metrics.published(len(message), started, planned, published)
             if self._trace is not None:
                 self._trace.coordinator.span(SpanKind.PLAN, plan.step, started, planned)
                 self._trace.coordinator.span(SpanKind.PUBLISH, plan.step, planned, published)
@@ -170,12 +176,24 @@ class Engine:
                 self.group.fail_answer(str(error))
                 return
             if updates:
-                self._take_updates(updates)
+                self._fresh.append(updates)
             if record is not None:
                 self._observe(record, self._published.popleft(), received)
 
+    def _hand_over(self) -> None:
+        """What the last answers brought goes to the text threads, after the plans that waited for
+        those answers: from then on the threads compete for the interpreter."""
+        if not self._fresh:
+            return
+        started, step = time.monotonic_ns(), self._answered
+        fresh, self._fresh = self._fresh, []
+        for updates in fresh:
+            self._take_updates(updates)
+        if self._trace is not None:
+            now = time.monotonic_ns()
+            self._trace.coordinator.span(SpanKind.HAND_OVER, step, started, now)
+
     def _take_updates(self, updates: list[SequenceUpdate]) -> None:
-        """Hands them to whoever must know."""
         ended = [update for update in updates if update.finish_reason is not None]
         if ended:
             self.requests.ended(ended)
@@ -183,7 +201,7 @@ class Engine:
         self._frontend.texts.updates(updates)
 
     def _observe(self, record: StepRecord, published: int, received: int) -> None:
-        done = time.monotonic_ns()
+        done, self._answered = time.monotonic_ns(), record.step
         self.metrics.answered(record, published, received, done)
         if self._trace is not None:
             self._trace.coordinator.span(SpanKind.WAIT, record.step, published, received)
@@ -200,6 +218,7 @@ class Engine:
             self.scheduler = Scheduler(limits, generation.number)
             self.requests.open(self.scheduler)
         else:
+            self._hand_over()
             self._take_updates(self.scheduler.reset(generation.number, limits))
         self._published.clear()
         self.metrics.interrupted()
@@ -272,6 +291,7 @@ class Engine:
 
     def _end(self, status: int, error: TPRuntimeError) -> None:
         """Requests that still run get `error`; what is ready for clients is sent."""
+        self._hand_over()
         self._frontend.fail_all(error)
         self._frontend.close(FLUSH_S)
         self.group.quit(status)

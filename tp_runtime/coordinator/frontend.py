@@ -49,6 +49,7 @@ from tp_runtime.messages import (
     encode,
 )
 from tp_runtime.text.tokenizer import Tokenizer
+from tp_runtime.thread_name import name_this_thread
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +144,7 @@ class Frontend:
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
+        name_this_thread("frontend")
         poller = zmq.Poller()
         for readable in (self._socket.socket, self._socket.monitor, self._outgoing.fileno()):
             poller.register(readable, zmq.POLLIN)

@@ -1,4 +1,4 @@
-"""One line every ten seconds while there is work: how much runs, how fast, how full the cache is."""
+"""One line every ten seconds while there is work: what runs, how fast, how full the cache is."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ _LONG = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 
 _TOKEN = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
           0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _STEP = (2e-5, 5e-5, 1e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5, 1.0)
+_BYTES = (64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0)
 # fmt: on
 _NS = 1e-9
 
@@ -66,17 +67,19 @@ class Metrics:
         self.publish = Histogram("step_publish_seconds", _STEP)
         self.wait = Histogram("step_wait_seconds", _STEP)
         self.post_process = Histogram("step_post_process_seconds", _STEP)
+        self.plan_bytes = Histogram("step_plan_bytes", _BYTES)
         self._last_received = 0
 
     @property
     def histograms(self) -> tuple[Histogram, ...]:
         return (
             *(self.first_token, self.inter_token, self.latency, self.queue),
-            *(self.plan, self.publish, self.wait, self.post_process),
+            *(self.plan, self.publish, self.wait, self.post_process, self.plan_bytes),
         )
 
-    def published(self, started: int, planned: int, published: int) -> None:
-        """Times in nanoseconds of CLOCK_MONOTONIC."""
+    def published(self, size: int, started: int, planned: int, published: int) -> None:
+        """A plan of `size` bytes; times in nanoseconds of CLOCK_MONOTONIC."""
+        self.plan_bytes.observe(size)
         self.plan.observe((planned - started) * _NS)
         self.publish.observe((published - planned) * _NS)
 

@@ -26,11 +26,14 @@ from tp_runtime.messages import KeeperMessage
 from tp_runtime.model_config import ModelConfig
 from tp_runtime.run_folder import ProcessId, RunFolder, ServerInfo
 from tp_runtime.text.tokenizer import Tokenizer
+from tp_runtime.thread_name import name_this_thread
 from tp_runtime.transport.fd_socket import FdListener
 
 GC_THRESHOLDS = (50_000, 20, 50)
 """Objects of a step die at once by reference count; a collection finds next to nothing and takes
 longer the more requests there are, so it is made rare."""
+SWITCH_INTERVAL_S = 0.0005
+"""The engine thread gets the interpreter after so long at most; Python's own 5 ms are many steps."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--watch-pid", type=int, required=True, help="end with this process")
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="tp_runtime: %(message)s", stream=sys.stderr)
+    name_this_thread("engine")
     folder = RunFolder(given.run_dir)
     try:
         launcher = os.pidfd_open(given.watch_pid)
@@ -80,6 +84,7 @@ def _serve(config: EngineConfig, folder: RunFolder, launcher: int) -> int:
             process=ProcessId.current(),
         )
     )
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)

@@ -29,6 +29,7 @@ from tp_runtime.messages import (
     unpack_ids,
 )
 from tp_runtime.text.tokenizer import Tokenizer
+from tp_runtime.thread_name import name_this_thread
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class PromptPool:
             self._work.put(None)
 
     def _run(self) -> None:
+        name_this_thread("tokenize")
         while (work := self._work.get()) is not None and not self._closed:
             work()
 

@@ -96,6 +96,18 @@ class SampleText:
         text = "" if detokenizer is None else detokenizer.push_one(token_id)
         return SampleDelta(self.request_id, self.index, _pack_one(token_id), text)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether `next_delta` and `next_deltas` may be used."""
+        return self._plain
+
+    def next_deltas(self, token_ids: list[int]) -> SampleDelta:
+        """As `next_delta` for several tokens; only while `is_plain`."""
+        self.num_tokens += len(token_ids)
+        detokenizer = self._detokenizer
+        text = "" if detokenizer is None else detokenizer.push(token_ids)
+        return SampleDelta(self.request_id, self.index, pack_ids(token_ids), text)
+
     def set_timings(self, num_cached_tokens: int, queue_s: float, first_token_s: float) -> None:
         """Told to the client once, with its next delta."""
         self._timings = (num_cached_tokens, queue_s, first_token_s)

@@ -36,6 +36,7 @@ from tp_runtime.messages import (
     encode,
 )
 from tp_runtime.text.tokenizer import Tokenizer
+from tp_runtime.thread_name import name_this_thread
 
 logger = logging.getLogger(__name__)
 
@@ -157,14 +158,19 @@ class TextThreads:
     # ------------------------------------------------------------ the output thread
 
     def _run(self) -> None:
+        name_this_thread("output")
         poll = select.poll()
         poll.register(self._work.fileno(), select.POLLIN)
         open_ = True
         while open_:
             poll.poll()
             work = self._work.drain()
+            steps = [item for item in work if isinstance(item, list)]
             # One step at a time is the rule; when several have piled up, each sample gets one
             # delta for all of them, which catches up sooner.
+            if len(work) > 1 and len(steps) == len(work):
+                self._guarded(self._take_steps, steps)
+                work = []
             take = self._take_step if len(work) == 1 else self._take_updates
             for item in work:
                 if isinstance(item, list):
@@ -215,6 +221,37 @@ class TextThreads:
                     mine.append(delta)
                     continue
             rest.append(update)
+        self._take_updates(rest)
+
+    def _take_steps(self, steps: list[list[SequenceUpdate]]) -> None:
+        """Several steps of all rows: the plain tokens of a sample are packed together.
+
+        Whatever is not plain comes after them, so a sample's last token stays the last."""
+        plain: dict[Sequence, list[int]] = {}
+        other: set[Sequence] = set()
+        rest: list[SequenceUpdate] = []
+        for updates in steps:
+            for update in updates:
+                seq = update.seq
+                if update.finish_reason is None and update.logprobs is None:
+                    ids = plain.get(seq)
+                    if ids is not None:
+                        ids.append(update.token_id)
+                        continue
+                    known = self._samples.get(seq)
+                    if known is not None and known[0].is_plain and seq not in other:
+                        plain[seq] = [update.token_id]
+                        continue
+                other.add(seq)
+                rest.append(update)
+        for seq, ids in plain.items():
+            text, request = self._samples[seq]
+            try:
+                delta = text.next_deltas(ids)
+            except Exception as error:
+                self._fail_text(request, error)
+                continue
+            self._deltas.setdefault(request.key.client, []).append(delta)
         self._take_updates(rest)
 
     def _take_updates(self, updates: list[SequenceUpdate]) -> None:

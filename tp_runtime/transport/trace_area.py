@@ -36,7 +36,7 @@ class SpanKind(enum.IntEnum):
     WAIT = 3
     """Coordinator: from the plan's publication to the receipt of its answer."""
     COMMIT = 4
-    """Coordinator: reading the answer and handing its tokens to the text threads."""
+    """Coordinator: reading the answer."""
     APPLY = 5
     """Rank: from the plan's arrival until the batch state follows it."""
     RUN = 6
@@ -45,6 +45,9 @@ class SpanKind(enum.IntEnum):
     """Rank 0: the ids are on the host; sending them."""
     DEVICE = 8
     """Rank with a GPU: the step on the device. What lies between two of them is a gap."""
+
+    HAND_OVER = 9
+    """Coordinator: giving the tokens of this and earlier steps to the text threads."""
 
 
 class Span(NamedTuple):

@@ -1,0 +1,217 @@
+"""`tp-runtime bench coordinator`: what a step costs before any GPU is asked.
+
+Null workers answer at once; one ZeroMQ client streams all rows in batched frames, without text. End
+ids and lengths are checked, the garbage collector is set as in production, the prefix cache is on.
+"""
+
+from __future__ import annotations
+
+import io
+import pstats
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from tp_runtime.engine_config import EngineConfig
+from tp_runtime.launch.bench.null_rank import BLOCK_SIZE
+from tp_runtime.launch.bench.null_server import NullServer
+from tp_runtime.launch.bench.process_figures import resident_bytes, thread_seconds
+from tp_runtime.launch.bench.raw_stream import RawStream
+from tp_runtime.launch.bench.report import print_json, print_table
+from tp_runtime.launch.bench.shapes import shape_folder
+from tp_runtime.launch.bench.step_times import StepTimes, read_step_times
+from tp_runtime.messages import Generate
+from tp_runtime.sampling_params import SamplingParams
+
+RUN_AHEAD = 8
+SHORT_WINDOW = 2
+"""What the scheduler keeps to while a row can meet an end id."""
+_SETTLE_TOKENS = 30
+_FILL_S = 600.0
+_THREADS = ("engine", "output", "frontend", "tokenize")
+
+
+class Case(NamedTuple):
+    """`window` 2: rows may meet an end id; 8: they cannot."""
+
+    rows: int
+    context: int
+    window: int
+    steps: int
+
+    def requests(self) -> Iterator[Generate]:
+        params = SamplingParams(
+            temperature=0.6,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.window != SHORT_WINDOW,
+        )
+        for row in range(self.rows):
+            ids = [(row * 7919 + i) % 100_000 + 1 for i in range(self.context)]
+            yield Generate(f"row-{row}", params, prompt_token_ids=ids, detokenize=False)
+
+    @property
+    def max_tokens(self) -> int:
+        """More than is waited for: no row ends while it is measured."""
+        fill = self.rows * self.context // _BATCHED_TOKENS
+        return fill + 2 * self.steps + 1000
+
+    def config(self, folder: Path, trace: str) -> EngineConfig:
+        length = self.context + self.max_tokens
+        return EngineConfig(
+            model=str(folder),
+            load_format="dummy",
+            device="cpu",
+            max_model_len=length,
+            block_size=BLOCK_SIZE,
+            num_kv_blocks=self.rows * (length // BLOCK_SIZE + 2),
+            max_num_seqs=self.rows,
+            max_num_batched_tokens=_BATCHED_TOKENS,
+            run_ahead=RUN_AHEAD,
+            trace=trace,
+        )
+
+
+_BATCHED_TOKENS = 8192
+
+
+class Measured(NamedTuple):
+    """`cpu`: share of a core by thread; `plan_bytes`: mean size of a plan."""
+
+    case: Case
+    times: StepTimes
+    cpu: dict[str, float]
+    plan_bytes: float
+
+    def record(self) -> dict[str, Any]:
+        return {
+            **self.case._asdict(),
+            **{f"{k}_ms" if k != "steps" else k: v for k, v in self.times._asdict().items()},
+            "cpu": self.cpu,
+            "plan_bytes": self.plan_bytes,
+        }
+
+
+@click.command("coordinator")
+@click.option("--rows", default="1,64,256,512", show_default=True, help="Batch sizes.")
+@click.option("--context", default="1024,32768", show_default=True, help="Prompt tokens.")
+@click.option("--window", default="2,8", show_default=True, help="2: end ids; 8: none possible.")
+@click.option("--steps", default=1000, show_default=True, help="Steady steps measured of each.")
+@click.option("--memory-steps", default=10_000, show_default=True, help="0: no memory run.")
+@click.option("--profile/--no-profile", default=True, help="Show where the engine's time goes.")
+def coordinator_command(
+    rows: str, context: str, window: str, steps: int, memory_steps: int, profile: bool
+) -> int:
+    """Time of the coordinator alone, against workers that answer at once."""
+    cases = [
+        Case(r, c, w, steps) for r in _ints(rows) for c in _ints(context) for w in _ints(window)
+    ]
+    measured = [measure(case) for case in cases]
+    _print(measured)
+    results: dict[str, Any] = {"cases": [each.record() for each in measured]}
+    if memory_steps:
+        growth = measure_memory(rows=64, steps=memory_steps)
+        results["rss_growth_mb"] = growth
+        print(f"\nRSS of the coordinator over {memory_steps:,} steps: {growth:+.2f} MB (goal < 5)")
+    if profile:
+        biggest = max(cases, key=lambda case: (case.rows == 256, -case.context, case.window == 2))
+        print(f"\nEngine thread, {biggest.rows} rows, window {biggest.window}, under cProfile:")
+        print(profile_text(biggest))
+    conditions = {"dtype": None, "tensor_parallel_size": 1, "workers": "null", "gc": "production"}
+    print_json("coordinator", conditions, results)
+    return 0
+
+
+def measure(case: Case) -> Measured:
+    """Raises WorkerFailedError when the rows do not get their tokens."""
+    with tempfile.TemporaryDirectory() as scratch, shape_folder("qwen3-8b") as folder:
+        trace = Path(scratch) / "trace.json"
+        with NullServer(case.config(folder, str(trace))) as server:
+            stream = RawStream(server.address)
+            stream.submit(case.requests())
+            stream.until_all_have(_SETTLE_TOKENS, _FILL_S)
+            before, cpu, start = stream.stats(), thread_seconds(server.pid), time.monotonic()
+            stream.until_all_have(min(stream.counts.values()) + case.steps, _FILL_S)
+            end, after = time.monotonic(), stream.stats()
+            cpu = thread_seconds(server.pid) - cpu
+            stream.close()
+        times = read_step_times(trace, start, end, case.window)
+    plans = after["step_plan_bytes_count"] - before["step_plan_bytes_count"]
+    size = after["step_plan_bytes_sum"] - before["step_plan_bytes_sum"]
+    shares = {name: cpu[name] / (end - start) for name in _THREADS}
+    return Measured(case, times, shares, size / max(1, plans))
+
+
+def measure_memory(rows: int, steps: int) -> float:
+    """Growth in MB over so many steps in which requests end and others take their place."""
+    case = Case(rows, context=512, window=SHORT_WINDOW, steps=0)
+    params = SamplingParams(max_tokens=400, ignore_eos=False)
+    with (
+        shape_folder("qwen3-8b") as folder,
+        NullServer(case.config(folder, "")) as server,
+    ):
+        stream, number = RawStream(server.address), 0
+        waiting, started, at_start = rows, 0.0, 0.0
+        while True:
+            requests = []
+            for number in range(number, number + waiting):
+                ids = [(number * 7919 + i) % 100_000 + 1 for i in range(case.context)]
+                name = f"request-{number}"
+                requests.append(Generate(name, params, prompt_token_ids=ids, detokenize=False))
+            number += bool(waiting)
+            stream.submit(requests)
+            stream.pump()
+            waiting = len(stream.ended)
+            for name in stream.ended:
+                del stream.counts[name]
+            stream.ended.clear()
+            done = stream.stats()["steps"]
+            if not started and done >= 2 * (params.max_tokens or 0):
+                started, at_start = done, resident_bytes(server.pid)
+            if started and done >= started + steps:
+                growth = (resident_bytes(server.pid) - at_start) / 1e6
+                stream.close()
+                return growth
+
+
+def profile_text(case: Case, lines: int = 18) -> str:
+    """The engine thread's functions by own time while `case` runs."""
+    with tempfile.TemporaryDirectory() as scratch, shape_folder("qwen3-8b") as folder:
+        file = str(Path(scratch) / "profile")
+        with NullServer(case.config(folder, ""), profile=file) as server:
+            stream = RawStream(server.address)
+            stream.submit(case.requests())
+            stream.until_all_have(_SETTLE_TOKENS + case.steps, _FILL_S)
+            stream.close()
+        text = io.StringIO()
+        pstats.Stats(file, stream=text).strip_dirs().sort_stats("tottime").print_stats(lines)
+    return text.getvalue().partition("ncalls")[2].rstrip()
+
+
+def _print(measured: list[Measured]) -> None:
+    head = ["rows", "context", "window", "ms/step", "turn p50", "turn p99", "plan", "publish"]
+    head += ["commit", "plan B", "engine", "output", "frontend"]
+    print_table(
+        head,
+        [
+            [
+                *(m.case.rows, m.case.context, m.case.window),
+                *(m.times.period, m.times.turn_p50, m.times.turn_p99),
+                *(m.times.plan, m.times.publish, m.times.commit, m.plan_bytes),
+                *(f"{m.cpu[name]:.0%}" for name in ("engine", "output", "frontend")),
+            ]
+            for m in measured
+        ],
+    )
+    print("\nTimes in ms; turn: receipt of a step's ids to publication of the next plan; the last")
+    print("columns are shares of a core. Goals at 256 rows: 1.0 ms a step, 0.3 with window 8.")
+
+
+def _ints(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is no list of numbers such as 1,64,256.") from None
