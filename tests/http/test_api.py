@@ -62,9 +62,7 @@ def test_prompts_and_samples_are_choices_in_order(api):
 
 def test_echo_gives_the_prompt_back_with_its_logprobs(api):
     ids = story(5, 4)
-    answer = api.post(
-        COMPLETIONS, prompt=ids, echo=True, logprobs=1, max_tokens=2, seed=1
-    ).json()
+    answer = api.post(COMPLETIONS, prompt=ids, echo=True, logprobs=1, max_tokens=2, seed=1).json()
     (choice,) = answer["choices"]
     logprobs = choice["logprobs"]
     assert choice["text"] == story_text(5, 4) + story_text(1, 2)

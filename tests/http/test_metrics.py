@@ -52,7 +52,9 @@ def test_samples_become_counters_gauges_and_histograms_of_the_model():
 
 def test_the_state_is_told_and_an_engine_that_is_gone_leaves_the_rest():
     values = parsed(HttpMetrics().exposition(info({})))
-    states = {dict(labels)["state"]: value for labels, value in values[PREFIX + "server_state"].items()}
+    states = {
+        dict(labels)["state"]: value for labels, value in values[PREFIX + "server_state"].items()
+    }
     assert states == {"starting": 0.0, "ready": 1.0, "recovering": 0.0, "draining": 0.0}
     metrics = HttpMetrics()
     metrics.answered("/v1/models", "GET", 200, 0.01)
