@@ -16,19 +16,26 @@ from collections.abc import Callable
 
 from tp_runtime.engine_config import EngineConfig
 from tp_runtime.errors import ServerUnavailableError, WorkerFailedError
+from tp_runtime.launch.network import listening_address
+from tp_runtime.launch.rank_environment import RankPlace
 from tp_runtime.messages import KeeperCommand
 from tp_runtime.run_folder import ProcessId, RunFolder
 from tp_runtime.transport.fd_socket import FdSocket
 
 COORDINATOR_MODULE = "tp_runtime.coordinator"
+RELAY_MODULE = "tp_runtime.coordinator.relay_process"
 
 
 class CoordinatorProcess:
-    """The coordinator as the keeper sees that started it."""
+    """The coordinator, or on another host than rank 0's the relay that stands for it, as the keeper
+    sees that started it."""
 
-    def __init__(self, config: EngineConfig, folder: RunFolder, watch: ProcessId) -> None:
+    def __init__(
+        self, config: EngineConfig, folder: RunFolder, watch: ProcessId, place: RankPlace
+    ) -> None:
         folder.write_config(config)
-        command = [sys.executable, "-m", COORDINATOR_MODULE]
+        command = [sys.executable, "-m"]
+        command += _coordinator(place) if place.coordinates else _relay(place)
         command += ["--config", config.to_json(), "--run-dir", str(folder.path)]
         command += ["--watch-pid", str(watch.pid)]
         # Its signals wait until it can take them: a Ctrl-C while it is still importing must neither
@@ -58,6 +65,23 @@ class CoordinatorProcess:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
+
+
+def _coordinator(place: RankPlace) -> list[str]:
+    command = [COORDINATOR_MODULE, "--local-ranks", str(place.local_world_size)]
+    if place.several_hosts:
+        command += ["--relay-interface", listening_address(os.environ["MASTER_ADDR"])]
+    limit = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "")
+    used = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if limit.isdigit() and used.isdigit():
+        command += ["--keeper-restarts", str(int(limit) - int(used))]
+    return command
+
+
+def _relay(place: RankPlace) -> list[str]:
+    command = [RELAY_MODULE, "--coordinator-host", os.environ["MASTER_ADDR"]]
+    command += ["--first-rank", str(place.first_rank)]
+    return [*command, "--local-ranks", str(place.local_world_size)]
 
 
 def is_listening(folder: RunFolder) -> bool:

@@ -20,12 +20,13 @@ from tp_runtime.model_folder import resolve_model_folder
 from tp_runtime.model_length import resolve_max_model_len
 
 
-def preflight(config: EngineConfig) -> EngineConfig:
-    """The config with model folder and device resolved.
+def preflight(config: EngineConfig, local_ranks: int = 0) -> EngineConfig:
+    """The config with model folder and device resolved. `local_ranks`: ranks of this host, which
+    need a GPU each; 0: all are.
 
     May download the model. Raises ConfigError, one sentence, when this could not work."""
     config.validate()
-    device = _device(config)
+    device = _device(config, local_ranks or config.tensor_parallel_size)
     folder = resolve_model_folder(config.model)
     model = ModelConfig.from_folder(folder)
     resolve_max_model_len(config, model)
@@ -60,11 +61,11 @@ def _name_of(model: str, folder: Path) -> str:
     return folder.name if os.path.isdir(model) else model
 
 
-def _device(config: EngineConfig) -> DeviceName:
+def _device(config: EngineConfig, local_ranks: int) -> DeviceName:
     if config.device == "cpu":
         return "cpu"
     gpus = Gpus.seen()
     if config.device == "auto" and not gpus.visible:
         return "cpu"  # there is none, or CUDA_VISIBLE_DEVICES hides them all on purpose
-    gpus.require(config.tensor_parallel_size)
+    gpus.require(local_ranks)
     return "cuda"

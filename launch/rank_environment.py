@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tp_runtime.errors import ConfigError
+from tp_runtime.launch.network import interface_towards
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -32,7 +33,7 @@ class RankPlace:
 
     @classmethod
     def from_environment(cls, environment: MutableMapping[str, str] | None = None) -> RankPlace:
-        """Raises ConfigError when not started by torchrun, or on more than one host."""
+        """Raises ConfigError when not started by torchrun."""
         source = os.environ if environment is None else environment
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         missing = [name for name in names if name not in source]
@@ -42,13 +43,21 @@ class RankPlace:
                 "`torchrun --nproc-per-node=2 -m tp_runtime.launch.serve MODEL`; without torchrun "
                 "use `tp-runtime serve MODEL -tp 2`."
             )
-        place = cls(*(int(source[name]) for name in names))
-        if place.world_size != place.local_world_size:
-            raise ConfigError(
-                f"{place.world_size} ranks over several hosts ({place.local_world_size} here): "
-                "this version runs all ranks on one host; start torchrun with --nnodes=1."
-            )
-        return place
+        return cls(*(int(source[name]) for name in names))
+
+    @property
+    def several_hosts(self) -> bool:
+        return self.world_size != self.local_world_size
+
+    @property
+    def first_rank(self) -> int:
+        """Of this host. torchrun numbers the ranks of a host consecutively."""
+        return self.rank - self.local_rank
+
+    @property
+    def coordinates(self) -> bool:
+        """Whether the coordinator runs on this host: where rank 0 is."""
+        return self.first_rank == 0
 
 
 def under_torchrun() -> bool:
@@ -81,13 +90,15 @@ def threads_per_rank(local_world_size: int) -> int:
 def prepare_imports(environment: MutableMapping[str, str], place: RankPlace) -> None:
     """Set what libraries read at import or at their first connection. Call it before torch loads.
 
-    One thread each; ranks of one host meet over loopback; chatter of C++ libraries is off unless
-    the user asked for it."""
+    One thread each; ranks of one host meet over loopback, those of several hosts over the network
+    that leads to MASTER_ADDR; chatter of C++ libraries is off unless the user asked for it."""
     for name in THREAD_VARIABLES:
         environment[name] = "1"
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environment.setdefault(*CUDA_UNTOUCHED)
-    if place.world_size == place.local_world_size:
+    if not place.several_hosts:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
         environment["MASTER_ADDR"] = "127.0.0.1"
+    elif (interface := interface_towards(environment.get("MASTER_ADDR", ""))) is not None:
+        environment.setdefault("GLOO_SOCKET_IFNAME", interface)  # NCCL chooses well by itself

@@ -3,8 +3,9 @@
     torchrun --nproc-per-node=2 -m tp_runtime.launch.serve MODEL [flags of `tp-runtime serve`]
 
 Each rank becomes a keeper (see launch/keeper.py). The first one of the host checks the settings,
-starts the coordinator (on other hosts than rank 0's: a relay, see docs/several-hosts.md) and shares the settings through the run folder; the others find both there,
-by the pid and start time of the torchrun that is the parent of all. One server per torchrun.
+starts the coordinator (on other hosts than rank 0's a relay, see docs/several-hosts.md) and shares
+the settings through the run folder; the others find both there, by the pid and start time of the
+torchrun that is the parent of all. One server per torchrun.
 
 Signals reach the coordinator through the keepers: TERM lets running requests finish within
 --drain-timeout (torchrun's own grace of 30 s is the limit), INT does not wait. The exit status
@@ -33,6 +34,7 @@ from tp_runtime.launch.coordinator_process import (
     parent_process,
     shared_config,
 )
+from tp_runtime.launch.door_exchange import DoorExchange
 from tp_runtime.launch.http_options import http_options, take_http_options
 from tp_runtime.launch.http_process import HttpProcess
 from tp_runtime.launch.keeper import Keeper
@@ -67,6 +69,7 @@ class RankProcess:
         self._may_start = place.local_rank == 0 and not coordinator_elsewhere
         self._tells = place.local_rank == 0 and not folder.claimed
         self._started: CoordinatorProcess | None = None
+        self._exchange: DoorExchange | None = None
         self._web = web
         self._signals = KeeperSignals(before_exit=self._abandon)
 
@@ -98,14 +101,17 @@ class RankProcess:
         worker_main: WorkerMain | None,
     ) -> Keeper:
         if self._may_start and not is_listening(self._folder):
-            checked = config if self._folder.claimed else preflight(config)
-            self._started = CoordinatorProcess(checked, self._folder, self._agent)
+            local_ranks = self._place.local_world_size
+            checked = config if self._folder.claimed else preflight(config, local_ranks)
+            self._started = CoordinatorProcess(checked, self._folder, self._agent, self._place)
         notice = ServerNotice(self._folder, silent=not self._tells)
         shared = shared_config(self._folder)
         if self._web is not None:
             self._web.start(self._folder)
         if worker_main is None:
             worker_main = self._import_worker()
+        if self._place.several_hosts and self._place.local_rank == 0:
+            self._exchange = DoorExchange(self._folder, self._place, shared.start_timeout_s)
         connection = connect_to_coordinator(
             self._folder, self._started, shared.start_timeout_s, lambda: self._turn(notice)
         )
@@ -124,6 +130,8 @@ class RankProcess:
 
     def _turn(self, notice: ServerNotice) -> None:
         notice.turn()
+        if self._exchange is not None and self._exchange.ended():
+            self._exchange = None
         if self._web is not None:
             self._web.turn()
 

@@ -1,7 +1,8 @@
 """Every message of the system, one type each. The wire form is msgpack through msgspec.
 
-Three conversations: client and coordinator (ZeroMQ), coordinator and worker (shared-memory rings
-for plans and answers, a socket for status), coordinator and keeper (unix socket). Token ids travel
+Four conversations: client and coordinator (ZeroMQ), coordinator and worker (shared-memory rings
+for plans and answers, a socket for status), coordinator and keeper (unix socket), coordinator and
+the relays of other hosts (ZeroMQ), which carry the two before. Token ids travel
 as packed little-endian int32 (`pack_ids`), everything else as plain msgpack.
 
 This module knows nothing of sockets, rings, tensors or the scheduler.
@@ -428,5 +429,82 @@ class WorkerExited(Struct, tag="exited"):
 
 KeeperMessage = KeeperHello | WorkerForked | WorkerExited
 KeeperCommand = ForkWorker | KillWorker | Quit
+
+# ---------------------------------------------------------------- relay -> coordinator
+
+
+class RelayHello(Struct, tag="relay_hello"):
+    """The first message of a relay: it speaks for the keepers and workers of ranks `first_rank` ..
+    `first_rank + num_ranks - 1`. `settings` are those of EngineConfig that must be the same on
+    every host."""
+
+    version: int
+    token: str
+    host: str
+    first_rank: int
+    num_ranks: int
+    settings: dict[str, Any]
+
+
+class FromRank(Struct, tag="from_rank"):
+    """What the keeper of `rank` or its worker said, as it came."""
+
+    rank: int
+    message: WorkerForked | WorkerExited | WorkerStatus
+
+
+class KeeperHere(Struct, tag="keeper_here"):
+    """The keeper of this rank has said hello to the relay, which found nothing wrong with it."""
+
+    rank: int
+
+
+class KeeperGone(Struct, tag="keeper_gone"):
+    """The connection of this rank's keeper ended; its worker ends with it."""
+
+    rank: int
+
+
+class HostBeats(Struct, tag="beats"):
+    """Step, phase and age in seconds of each rank's last heartbeat, in rank order. Sent a few times
+    a second whether anything has changed or not: silence means that the host is lost."""
+
+    beats: list[tuple[int, int, float]]
+
+
+class HostSignal(Struct, tag="host_signal"):
+    """A person wants the server to end and said so on this host."""
+
+    signum: int
+
+
+class HostEnding(Struct, tag="host_ending"):
+    """The relay's last message: why it ends now."""
+
+    reason: str
+
+
+RelayMessage = RelayHello | FromRank | KeeperHere | KeeperGone | HostBeats | HostSignal | HostEnding
+
+# ---------------------------------------------------------------- coordinator -> relay
+
+
+class PublishPlan(Struct, tag="publish", gc=False):
+    """Into the ring of the host's workers, as it is: an encoded StepPlan or Stop."""
+
+    plan: bytes
+
+
+class DropKeepers(Struct, tag="drop_keepers"):
+    """End the keepers of the host with this status; others will take their place."""
+
+    status: int
+
+
+class Pulse(Struct, tag="pulse"):
+    """Sent a few times a second: silence means that the coordinator is lost."""
+
+
+RelayCommand = ForkWorker | KillWorker | AllocateKV | PublishPlan | DropKeepers | Quit | Pulse
 
 encode = msgspec.msgpack.Encoder().encode

@@ -26,9 +26,13 @@ def test_without_torchrun_the_sentence_says_how_to_start():
         RankPlace.from_environment({"RANK": "0"})
 
 
-def test_several_hosts_are_refused_by_name():
-    with pytest.raises(ConfigError, match="--nnodes"):
-        RankPlace.from_environment({**TWO, "WORLD_SIZE": "4"})
+def test_rank_zero_s_host_coordinates_and_ranks_of_a_host_are_consecutive():
+    place = RankPlace.from_environment({**TWO, "RANK": "3", "WORLD_SIZE": "4"})
+    assert place.several_hosts
+    assert place.first_rank == 2
+    assert not place.coordinates
+    assert RankPlace.from_environment({**TWO, "WORLD_SIZE": "4"}).coordinates
+    assert not RankPlace.from_environment(TWO).several_hosts
 
 
 def test_threads_are_the_cores_shared_by_the_ranks_unless_the_user_chose(monkeypatch):
@@ -55,3 +59,14 @@ def test_libraries_start_with_one_thread_and_meet_on_loopback():
     assert environment["GLOO_SOCKET_IFNAME"] == "lo"
     assert environment["NCCL_SOCKET_IFNAME"] == "eth0"  # the user's choice
     assert environment["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_several_hosts_meet_on_the_interface_that_leads_to_the_first_one():
+    environment = {"MASTER_ADDR": "127.0.0.1"}
+    prepare_imports(environment, RankPlace(0, 0, 2, 1))
+    assert environment["MASTER_ADDR"] == "127.0.0.1"
+    assert environment["GLOO_SOCKET_IFNAME"] == "lo"  # this very host was meant
+    assert "NCCL_SOCKET_IFNAME" not in environment
+    environment = {"MASTER_ADDR": "no-such-host.invalid"}
+    prepare_imports(environment, RankPlace(0, 0, 2, 1))
+    assert "GLOO_SOCKET_IFNAME" not in environment

@@ -27,7 +27,7 @@ from tp_runtime.coordinator.sequence import SequenceUpdate
 from tp_runtime.coordinator.server_state import ServerState
 from tp_runtime.coordinator.steps_in_flight import StepRecord
 from tp_runtime.coordinator.trace_file import TraceFile
-from tp_runtime.coordinator.worker_group import CacheAgreement, GroupState, WorkerGroup
+from tp_runtime.coordinator.worker_group import CacheAgreement, Doors, GroupState, WorkerGroup
 from tp_runtime.engine_config import EngineConfig
 from tp_runtime.errors import (
     ProtocolError,
@@ -35,11 +35,10 @@ from tp_runtime.errors import (
     TPRuntimeError,
     WorkerFailedError,
 )
-from tp_runtime.messages import Answer, KeeperMessage, Stop, encode
+from tp_runtime.messages import Answer, Stop, encode
 from tp_runtime.model_config import ModelConfig
 from tp_runtime.model_length import resolve_max_model_len
 from tp_runtime.run_folder import RunFolder
-from tp_runtime.transport.fd_socket import FdListener
 from tp_runtime.transport.signal_pipe import SignalPipe
 from tp_runtime.transport.trace_area import SpanKind
 
@@ -65,7 +64,7 @@ class Engine:
         inbox: Inbox,
         frontend: Frontend,
         state: ServerState,
-        listener: FdListener[KeeperMessage],
+        doors: Doors,
         folder: RunFolder,
         launcher_pidfd: int,
     ) -> None:
@@ -89,7 +88,7 @@ class Engine:
         self._status: int | None = None
         self.scheduler: Scheduler | None = None
         self.requests = RequestTable(frontend.texts, config.max_num_queued_requests)
-        self.group = WorkerGroup(config, listener, self._loop, self)
+        self.group = WorkerGroup(config, doors, self._loop, self)
         self._loop.watch(inbox.fileno(), self._from_inbox)
         self._loop.watch(launcher_pidfd, self._launcher_gone)
         self._loop.watch(self._signals.fileno(), self._on_signals)

@@ -7,10 +7,12 @@ cause and not an echo, so reports are collected for a moment and ranked.
 from __future__ import annotations
 
 import enum
+import os
 import re
 import signal
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 GRACE_S = 0.25
 """How long reports are collected after the first one. A killed rank is noticed within milliseconds;
@@ -18,14 +20,16 @@ so are the broken collectives of its neighbours."""
 
 
 class Kind(enum.IntEnum):
-    """Lower is more likely to be the cause."""
+    """Lower is more likely to be the cause. A lost keeper or host takes its workers along, so it
+    comes before whatever the others say of their broken connections."""
 
-    KILLED = 0
-    EXITED = 1
-    HUNG = 2
-    RAISED = 3
-    ECHO = 4
-    KEEPER_LOST = 5
+    HOST_LOST = 0
+    KILLED = 1
+    EXITED = 2
+    KEEPER_LOST = 3
+    HUNG = 4
+    RAISED = 5
+    ECHO = 6
 
 
 _ECHO = re.compile(
@@ -89,6 +93,15 @@ _ADVICE = (
         "this block may show where. Try --enforce-eager and --attention-backend reference.",
     ),
     (
+        re.compile(r"its host .* is lost"),
+        "look at that host and at the output of its torchrun; then start the server again on every "
+        "host.",
+    ),
+    (
+        re.compile(r"its keeper"),
+        "look at what the process of this rank printed, and whether something killed it.",
+    ),
+    (
         re.compile(r"hangs"),
         "look whether the process is stopped or its GPU is stuck; raise "
         "--step-deadline if steps of this length are normal.",
@@ -104,24 +117,37 @@ def advice(failure: Failure) -> str:
     return "read the traceback below; run `tp-runtime doctor` to check this machine."
 
 
+def where_the_log_is() -> str:
+    """The processes of a server print to one standard error, this process's own among them."""
+    try:
+        target = Path(os.readlink("/proc/self/fd/2"))
+    except OSError:
+        target = Path()
+    if target.is_file():
+        return str(target)
+    return "what the processes printed, above (torchrun --log-dir DIR --tee 3 keeps it in files)."
+
+
 def describe(failure: Failure) -> str:
     """One sentence: rank, what, when."""
     where = f"in phase {failure.phase}"
     if failure.step:
         where += f", step {failure.step}"
-    if failure.kind in (Kind.KILLED, Kind.EXITED, Kind.HUNG, Kind.KEEPER_LOST):
+    if failure.kind not in (Kind.RAISED, Kind.ECHO):
         return f"Rank {failure.rank}: {failure.error} {where}."
     return f"Rank {failure.rank} failed {where}: {failure.error}"
 
 
-def report(failures: list[Failure], consequence: str) -> str:
-    """The block for the terminal. `consequence` says what the server does now."""
+def report(failures: list[Failure], consequence: str, log: str = "") -> str:
+    """The block for the terminal. `consequence` says what the server does now; `log` where the full
+    log is, found out when not given."""
     cause = first_cause(failures)
     lines = [
         "---- tp_runtime: a worker failed " + "-" * 46,
         describe(cause),
         f"  what to do: {advice(cause)}",
         f"  now: {consequence}",
+        f"  log: {log or where_the_log_is()}",
     ]
     others = sorted({f.rank for f in failures} - {cause.rank})
     if others:

@@ -1,6 +1,7 @@
 """The coordinator process: puts its parts together and runs the engine on the main thread.
 
     python -m tp_runtime.coordinator --config JSON --run-dir DIR --watch-pid PID
+        [--local-ranks N --relay-interface ADDRESS] [--keeper-restarts N]
 
 Started by the first keeper in a session of its own. It loads no torch, binds its sockets before it
 publishes their addresses, and ends with the process it watches.
@@ -19,7 +20,9 @@ from collections.abc import Sequence
 from tp_runtime.coordinator.engine import Engine
 from tp_runtime.coordinator.frontend import Frontend
 from tp_runtime.coordinator.inbox import Inbox
+from tp_runtime.coordinator.relay_door import RelayDoor
 from tp_runtime.coordinator.server_state import ServerState
+from tp_runtime.coordinator.worker_group import Doors
 from tp_runtime.engine_config import EngineConfig
 from tp_runtime.errors import TPRuntimeError
 from tp_runtime.messages import KeeperMessage
@@ -42,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
     parser.add_argument("--run-dir", required=True, help="run folder of the server")
     parser.add_argument("--watch-pid", type=int, required=True, help="end with this process")
+    parser.add_argument("--local-ranks", type=int, default=0, help="ranks of this host; 0: all")
+    parser.add_argument("--relay-interface", default="", help="where other hosts' relays connect")
+    parser.add_argument("--keeper-restarts", type=int, help="how often a lost keeper comes back")
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="tp_runtime: %(message)s", stream=sys.stderr)
     name_this_thread("engine")
@@ -51,7 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ProcessLookupError:
         return 1
     try:
-        return _serve(EngineConfig.from_json(given.config), folder, launcher)
+        config = EngineConfig.from_json(given.config)
+        door = RelayDoor(given.relay_interface, config) if given.relay_interface else None
+        local_ranks = given.local_ranks or config.tensor_parallel_size
+        listener: FdListener[KeeperMessage] = FdListener(folder.keepers_socket, KeeperMessage)
+        doors = Doors(listener, local_ranks, door, given.keeper_restarts)
+        try:
+            return _serve(config, folder, launcher, doors)
+        finally:
+            listener.close()
+            if door is not None:
+                door.close()
     except TPRuntimeError as error:
         folder.write_failure(error.code, str(error))
         return 1
@@ -63,8 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder.close()
 
 
-def _serve(config: EngineConfig, folder: RunFolder, launcher: int) -> int:
-    listener: FdListener[KeeperMessage] = FdListener(folder.keepers_socket, KeeperMessage)
+def _serve(config: EngineConfig, folder: RunFolder, launcher: int, doors: Doors) -> int:
+    if doors.relays is not None:
+        folder.write_door(doors.relays.key)
     model = ModelConfig.from_folder(config.model)
     # A folder without tokenizer files serves prompts given as token ids.
     tokenizer = Tokenizer.from_folder(config.model) if model.vocabulary else None
@@ -73,7 +90,7 @@ def _serve(config: EngineConfig, folder: RunFolder, launcher: int) -> int:
     inbox = Inbox()
     listen = config.listen or f"ipc://{folder.client_socket}"
     frontend = Frontend(listen, tokenizer, inbox, state.info)
-    engine = Engine(config, model, inbox, frontend, state, listener, folder, launcher)
+    engine = Engine(config, model, inbox, frontend, state, doors, folder, launcher)
     frontend.start()
     folder.write_server(
         ServerInfo(
@@ -88,7 +105,4 @@ def _serve(config: EngineConfig, folder: RunFolder, launcher: int) -> int:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
-    try:
-        return engine.run()
-    finally:
-        listener.close()
+    return engine.run()

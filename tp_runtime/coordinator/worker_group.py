@@ -1,44 +1,39 @@
-"""The workers of a server, through their keepers: fork, handshake, watch, kill, fork again.
+"""The workers of a server, on all its hosts: fork, handshake, watch, kill, fork again.
 
 One-for-all supervision: when any worker fails, all are killed and a new generation is forked. The
-group decides nothing about requests; it tells its owner through `GroupEvents`.
-
-Everything here runs on the engine's thread; descriptors are watched through a `Watcher`.
+group decides nothing about requests; it tells its owner through `GroupEvents`. How a host is
+reached is the business of its `Host`; everything here runs on the engine's thread.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tp_runtime.coordinator.failure import GRACE_S, Failure, Kind, report
 from tp_runtime.coordinator.generation import Generation, WorkerPlace
+from tp_runtime.coordinator.handshake import CacheAgreement, Disagreement, agree
+from tp_runtime.coordinator.host import Host, RankMessage
+from tp_runtime.coordinator.local_host import LocalHost
+from tp_runtime.coordinator.relay_door import RelayDoor
 from tp_runtime.engine_config import EngineConfig
-from tp_runtime.errors import ServerUnavailableError
 from tp_runtime.messages import (
-    PROTOCOL_VERSION,
-    AllocateKV,
-    ForkWorker,
-    KeeperHello,
     KeeperMessage,
-    KillWorker,
-    Quit,
     WorkerExited,
     WorkerFailed,
     WorkerForked,
     WorkerLoaded,
     WorkerProgress,
     WorkerReady,
-    WorkerStatus,
 )
-from tp_runtime.transport.fd_socket import FdListener, FdSocket
+from tp_runtime.transport.fd_socket import FdListener
 from tp_runtime.transport.heartbeat import Phase
+from tp_runtime.transport.loop_socket import Watcher
+
+__all__ = ["CacheAgreement", "Doors", "GroupEvents", "GroupState", "WorkerGroup"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,23 +53,15 @@ class GroupState(enum.Enum):
     OVER = "over"
 
 
-@dataclass(frozen=True)
-class CacheAgreement:
-    """What the ranks agreed on: blocks (the minimum of all ranks) and their size in tokens."""
+class Doors(NamedTuple):
+    """Where keepers come in: those of this host, which are ranks 0 .. `local_ranks` - 1, and
+    through relays those of the others."""
 
-    num_blocks: int
-    block_size: int
-    attention_backend: str
-    graph_sizes: tuple[int, ...]
-    num_parameters: int
-
-
-class Watcher(Protocol):
-    """Calls back on the engine's thread when a descriptor is readable."""
-
-    def watch(self, fd: int, callback: Callable[[], None]) -> None: ...
-
-    def unwatch(self, fd: int) -> None: ...
+    keepers: FdListener[KeeperMessage]
+    local_ranks: int
+    relays: RelayDoor | None = None
+    keeper_restarts: int | None = None
+    """How often the launcher starts lost keepers again; None: not known, so it is waited for."""
 
 
 class GroupEvents(Protocol):
@@ -92,214 +79,139 @@ class GroupEvents(Protocol):
 
 
 class WorkerGroup:
-    """See the module's docstring. `generation` is the one in use, None before the first."""
+    """Implements `HostEvents`. `generation` is the one in use, None before the first."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        listener: FdListener[KeeperMessage],
-        watcher: Watcher,
-        events: GroupEvents,
+        self, config: EngineConfig, doors: Doors, watcher: Watcher, events: GroupEvents
     ) -> None:
         self._config = config
-        self._listener = listener
-        self._watcher = watcher
         self._events = events
-        self._keepers: dict[int, FdSocket[KeeperMessage]] = {}
+        self._hosts: dict[int, Host] = {}
+        """By rank; a rank whose keeper is not there (yet) is missing."""
         self._failures: list[Failure] = []
         self._restarts: deque[float] = deque()
+        self._keeper_restarts = doors.keeper_restarts
         self._since = time.monotonic()
         self._number = 0
+        self._block = ""
         self.state = GroupState.WAITING_FOR_KEEPERS
         self.generation: Generation | None = None
         self.restarts = 0
-        listener.setblocking(False)
-        watcher.watch(listener.fileno(), self._accept)
+        self._local = LocalHost(
+            doors.keepers,
+            watcher,
+            self,
+            range(doors.local_ranks),
+            self.size,
+            traced=bool(config.trace),
+        )
+        self._relays = doors.relays
+        if self._relays is not None:
+            self._relays.open(watcher, self)
 
     @property
     def size(self) -> int:
         return self._config.tensor_parallel_size
 
-    # ------------------------------------------------------------ keepers
+    @property
+    def _all_hosts(self) -> list[Host]:
+        return [self._local, *(self._relays.hosts if self._relays is not None else ())]
 
-    def _accept(self) -> None:
-        keeper = self._listener.accept()
-        if keeper is None:
-            return
-        keeper.setblocking(False)
-        self._watcher.watch(keeper.fileno(), lambda: self._from_stranger(keeper))
+    # ------------------------------------------------------------ HostEvents
 
-    def _from_stranger(self, keeper: FdSocket[KeeperMessage]) -> None:
-        """The first message of a connection says which rank it keeps."""
-        received = keeper.receive()
-        if received is None and not keeper.closed_by_peer:
-            return
-        self._watcher.unwatch(keeper.fileno())
-        hello = received[0] if received is not None else None
-        if not isinstance(hello, KeeperHello) or not self._welcome(hello, keeper):
-            keeper.close()
-
-    def _welcome(self, hello: KeeperHello, keeper: FdSocket[KeeperMessage]) -> bool:
-        problem = self._problem_of(hello)
-        if problem:
-            logger.error(problem)
-            with contextlib.suppress(ServerUnavailableError):
-                keeper.send(Quit(1, problem))
-            return False
-        rank = hello.rank
-        self._keepers[rank] = keeper
-        self._watcher.watch(keeper.fileno(), lambda: self._from_keeper(rank))
-        if len(self._keepers) == self.size and self.state is GroupState.WAITING_FOR_KEEPERS:
+    def on_keeper(self, host: Host, rank: int) -> None:
+        """All keepers are there: fork."""
+        self._hosts[rank] = host
+        if len(self._hosts) == self.size and self.state is GroupState.WAITING_FOR_KEEPERS:
             self._fork_all()
-        return True
 
-    def _problem_of(self, hello: KeeperHello) -> str:
-        if hello.version != PROTOCOL_VERSION:
-            return (
-                f"Rank {hello.rank} speaks protocol {hello.version}, the coordinator "
-                f"{PROTOCOL_VERSION}; install the same tp_runtime everywhere."
-            )
-        if hello.world_size != self.size:
-            return f"Rank {hello.rank} is one of {hello.world_size}; this server has {self.size}."
-        if hello.rank in self._keepers or not 0 <= hello.rank < self.size:
-            return f"There is a keeper of rank {hello.rank} already, or no such rank."
-        return ""
-
-    def _from_keeper(self, rank: int) -> None:
-        keeper = self._keepers.get(rank)
-        while keeper is not None and rank in self._keepers:
-            received = keeper.receive()
-            if received is None:
-                if keeper.closed_by_peer:
-                    self._keeper_lost(rank)
-                return
-            message = received[0]
-            if isinstance(message, WorkerForked):
-                self._forked(rank, message)
-            elif isinstance(message, WorkerExited):
-                self._exited(rank, message)
-
-    def _forked(self, rank: int, message: WorkerForked) -> None:
-        if (place := self._place(rank, message.generation)) is not None:
-            place.pid = message.pid
-
-    def _exited(self, rank: int, message: WorkerExited) -> None:
-        place = self._place(rank, message.generation)
-        if place is None:
+    def on_rank(self, rank: int, message: RankMessage) -> None:
+        """Reports of an older generation's workers cannot come: their memory is gone."""
+        generation = self.generation
+        if generation is None:
             return
+        place = generation.places[rank]
+        if isinstance(message, WorkerForked):
+            if message.generation == generation.number:
+                place.pid = message.pid
+        elif isinstance(message, WorkerExited):
+            if message.generation == generation.number:
+                self._exited(place, message)
+        elif isinstance(message, WorkerProgress):
+            place.progress = message.text
+            self._events.on_progress(message.text)
+        elif isinstance(message, WorkerLoaded):
+            place.loaded = message
+            self._loaded(generation)
+        elif isinstance(message, WorkerReady):
+            place.ready = True
+            self._ready(generation, message)
+        elif isinstance(message, WorkerFailed):
+            self._fail(
+                Failure.raised(rank, message.phase, message.step, message.error, message.traceback)
+            )
+
+    def on_keeper_lost(self, rank: int) -> None:
+        """Its worker is dying with it."""
+        self._lost(rank, Kind.KEEPER_LOST, "its keeper process is gone")
+
+    def on_host_lost(self, host: Host, why: str) -> None:
+        """Every keeper and worker there counts as dead."""
+        for rank in host.ranks:
+            if self._hosts.get(rank) is host:
+                self._lost(rank, Kind.HOST_LOST, f"its host {host.name} is lost: {why}")
+
+    def _lost(self, rank: int, kind: Kind, error: str) -> None:
+        phase, step = self._progress_of(rank)
+        self._hosts.pop(rank, None)
+        if self.generation is not None:
+            place = self.generation.places[rank]
+            place.exit_status = place.exit_status if place.exit_status is not None else -9
+        if self.state is GroupState.KILLING:
+            self._failures.append(Failure(kind, rank, phase, step, error))
+            self._advance_killing()
+        else:
+            self._fail(Failure(kind, rank, phase, step, error))
+
+    def _exited(self, place: WorkerPlace, message: WorkerExited) -> None:
         place.pid, place.exit_status = message.pid, message.status
         if self.state is GroupState.KILLING:
             self._advance_killing()
-        elif self.state not in (GroupState.OVER, GroupState.STOPPING):
-            self._from_worker(rank)  # what it said before its end is the better report
-            if all(f.rank != rank for f in self._failures):
-                phase, step = self._progress_of(rank)
-                self._fail(Failure.exited(rank, phase, step, message.status))
-
-    def _keeper_lost(self, rank: int) -> None:
-        keeper = self._keepers.pop(rank)
-        self._watcher.unwatch(keeper.fileno())
-        keeper.close()
-        if self.generation is not None and (place := self.generation.places[rank]):
-            place.exit_status = place.exit_status if place.exit_status is not None else -9
-        if self.state in (GroupState.OVER, GroupState.STOPPING):
-            return
-        phase, step = self._progress_of(rank)
-        self._fail(Failure(Kind.KEEPER_LOST, rank, phase, step, "its keeper process is gone"))
+        elif all(failure.rank != place.rank for failure in self._failures):
+            phase, step = self._progress_of(place.rank)
+            self._fail(Failure.exited(place.rank, phase, step, message.status))
 
     # ------------------------------------------------------------ start
 
     def _fork_all(self) -> None:
         self._number += 1
         self._failures = []
-        self.generation = Generation.create(
-            self._number, self.size, traced=bool(self._config.trace)
-        )
         self._enter(GroupState.STARTING)
-        for place in self.generation.places:
-            self._watcher.watch(
-                place.status.fileno(), lambda rank=place.rank: self._from_worker(rank)
-            )
-            self._command(place.rank, ForkWorker(self._number), tuple(place.descriptors))
-            self.generation.sent(place.rank)
-
-    def _command(
-        self, rank: int, message: ForkWorker | KillWorker | Quit, fds: tuple[int, ...] = ()
-    ) -> None:
-        keeper = self._keepers.get(rank)
-        if keeper is None:
-            return
-        with contextlib.suppress(ServerUnavailableError):
-            keeper.send(message, fds)  # its end shows as an end of file on our side
-
-    def _from_worker(self, rank: int) -> None:
-        generation = self.generation
-        if generation is None:
-            return
-        place = generation.places[rank]
-        while True:
-            received = place.status.receive()
-            if received is None:
-                if place.status.closed_by_peer:
-                    self._watcher.unwatch(place.status.fileno())
-                return
-            self._on_status(place, received[0])
-
-    def _on_status(self, place: WorkerPlace, message: WorkerStatus) -> None:
-        if isinstance(message, WorkerProgress):
-            place.progress = message.text
-            self._events.on_progress(message.text)
-        elif isinstance(message, WorkerLoaded):
-            place.loaded = message
-            self._loaded()
-        elif isinstance(message, WorkerReady):
-            place.ready = True
-            self._ready(message)
-        elif isinstance(message, WorkerFailed):
-            self._fail(
-                Failure.raised(
-                    place.rank, message.phase, message.step, message.error, message.traceback
-                )
+        for host in self._all_hosts:
+            host.fork(self._number)
+        if self._local.memory is not None:
+            self.generation = Generation(
+                self._number, self.size, self._all_hosts, self._local.memory
             )
 
-    def _loaded(self) -> None:
-        generation = self.generation
-        if generation is None or not generation.all_loaded:
+    def _loaded(self, generation: Generation) -> None:
+        reports = [place.loaded for place in generation.places if place.loaded is not None]
+        if len(reports) < self.size:
             return
-        reports = [p.loaded for p in generation.places if p.loaded is not None]
-        for other in reports[1:]:
-            if (other.digest, other.block_size) != (reports[0].digest, reports[0].block_size):
-                self._fail(
-                    Failure(
-                        Kind.RAISED,
-                        other.rank,
-                        "load",
-                        0,
-                        "model config, vocabulary, parameter count or code version differ from "
-                        "rank 0's; give every host the same model folder and tp_runtime.",
-                    )
-                )
-                return
-        blocks = min(r.max_kv_blocks for r in reports)
-        for place in generation.places:
-            with contextlib.suppress(ServerUnavailableError):
-                place.status.send(AllocateKV(blocks))
+        agreement = agree(reports)
+        if isinstance(agreement, Disagreement):
+            self._fail(Failure(Kind.RAISED, agreement.rank, "load", 0, agreement.error))
+            return
+        for host in self._all_hosts:
+            host.allocate(agreement.num_blocks)
 
-    def _ready(self, message: WorkerReady) -> None:
-        generation = self.generation
-        if generation is None or not generation.all_ready or self.state is not GroupState.STARTING:
+    def _ready(self, generation: Generation, message: WorkerReady) -> None:
+        if not generation.all_ready or self.state is not GroupState.STARTING:
             return
-        reports = [p.loaded for p in generation.places if p.loaded is not None]
-        self._enter(GroupState.READY)
-        self._events.on_ready(
-            CacheAgreement(
-                num_blocks=min(r.max_kv_blocks for r in reports),
-                block_size=reports[0].block_size,
-                attention_backend=reports[0].attention_backend,
-                graph_sizes=tuple(message.graph_sizes),
-                num_parameters=sum(r.num_parameters for r in reports),
-            )
-        )
+        agreement = agree([p.loaded for p in generation.places if p.loaded is not None])
+        if isinstance(agreement, CacheAgreement):
+            self._enter(GroupState.READY)
+            self._events.on_ready(agreement.with_graphs(message.graph_sizes))
 
     # ------------------------------------------------------------ failure
 
@@ -319,9 +231,9 @@ class WorkerGroup:
 
     def slowest_rank(self) -> int:
         """The rank whose heartbeat is furthest behind."""
-        if self.generation is None:
+        beats = [(host.beat(rank), rank) for rank, host in sorted(self._hosts.items())]
+        if self.generation is None or not beats:
             return 0
-        beats = [(self.generation.heartbeat.read(r), r) for r in range(self.size)]
         return min(beats, key=lambda b: (b[0].step, b[0].phase != Phase.RUN, -b[0].age_s))[1]
 
     def _fail(self, failure: Failure) -> None:
@@ -334,6 +246,8 @@ class WorkerGroup:
 
     def tick(self) -> None:
         """Deadlines; called a few times a second, and more often while something is failing."""
+        if self._relays is not None:
+            self._relays.tick()
         age = time.monotonic() - self._since
         if self.state is GroupState.FAILING and age >= GRACE_S:
             self._kill_all()
@@ -342,34 +256,35 @@ class WorkerGroup:
         elif self.state is GroupState.STARTING and age >= self._config.start_timeout_s:
             self.fail_hung(self.slowest_rank(), age)
         elif self.state is GroupState.WAITING_FOR_KEEPERS and age >= self._config.start_timeout_s:
-            missing = [r for r in range(self.size) if r not in self._keepers]
+            missing = next(rank for rank in range(self.size) if rank not in self._hosts)
             self._failures = [
-                Failure(Kind.KEEPER_LOST, missing[0], "start", 0, "its keeper never connected")
+                Failure(Kind.KEEPER_LOST, missing, "start", 0, "its keeper never connected")
             ]
             self._give_up("It did not start in time.")
 
     def _kill_all(self) -> None:
         self._enter(GroupState.KILLING)
-        for rank in range(self.size):
-            self._command(rank, KillWorker(self._number))
+        for host in self._all_hosts:
+            host.kill(self._number)
         self._advance_killing()
 
     def _advance_killing(self) -> None:
+        """Goes on when every worker that can be reached has ended."""
         generation = self.generation
-        if generation is None or any(
-            p.exit_status is None and p.rank in self._keepers for p in generation.places
-        ):
+        places = generation.places if generation is not None else []
+        if any(place.exit_status is None and place.rank in self._hosts for place in places):
             return
-        started = all(p.ready for p in generation.places)
-        self._close_generation()
-        if len(self._keepers) < self.size:
-            self._lose_keepers()
+        started = generation is not None and generation.all_ready
+        self.generation = None
+        for host in self._all_hosts:
+            host.release()
+        if len(self._hosts) < self.size:
+            self._replace_keepers()
         elif not self._may_restart(started):
             self._give_up(self._why_no_restart(started))
         else:
             self.restarts += 1
-            block = report(self._failures, "all workers are started again; requests go on.")
-            logger.error("%s", block)
+            self._tell("all workers are started again; requests go on.")
             self._fork_all()
 
     def _may_restart(self, started: bool) -> bool:
@@ -391,24 +306,33 @@ class WorkerGroup:
             f"{self._config.restart_window_s:g} s (--max-worker-restarts)."
         )
 
-    def _lose_keepers(self) -> None:
+    def _replace_keepers(self) -> None:
         """A keeper cannot be forked from here; only the launcher can start one. The others are
         ended at once so that the launcher, if it has restarts left, starts the whole group."""
-        for rank in list(self._keepers):
-            self._command(rank, Quit(1))
-            self._watcher.unwatch(self._keepers[rank].fileno())
-            self._keepers.pop(rank).close()
+        if self._keeper_restarts is not None:
+            if self._keeper_restarts <= 0:
+                self._give_up("the server ends; torchrun has no restarts left (--max-restarts).")
+                return
+            self._keeper_restarts -= 1
+        self._tell("the launcher is to start all ranks again; requests wait.")
+        for host in self._all_hosts:
+            host.drop_keepers(1)
+        self._hosts.clear()
         self._enter(GroupState.WAITING_FOR_KEEPERS)
+
+    def _tell(self, consequence: str) -> None:
+        logger.error("%s", report(self._failures, consequence))
 
     def _give_up(self, consequence: str) -> None:
         self._enter(GroupState.OVER)
-        self._events.on_over(report(self._failures, consequence))
+        self._block = report(self._failures, consequence)
+        self._events.on_over(self._block)
 
     def quit(self, status: int, message: str = "") -> None:
         """End every keeper (and with it its worker) with this exit status."""
         self.state = GroupState.OVER
-        for rank in list(self._keepers):
-            self._command(rank, Quit(status, message))
+        for host in self._all_hosts:
+            host.quit(status, message or self._block)
 
     # ------------------------------------------------------------ small things
 
@@ -416,23 +340,9 @@ class WorkerGroup:
         self.state = state
         self._since = time.monotonic()
 
-    def _place(self, rank: int, generation: int) -> WorkerPlace | None:
-        if self.generation is None or self.generation.number != generation:
-            return None
-        return self.generation.places[rank]
-
     def _progress_of(self, rank: int) -> tuple[str, int]:
-        if self.generation is None:
+        host = self._hosts.get(rank)
+        if host is None or self.generation is None:
             return "start", 0
-        beat = self.generation.heartbeat.read(rank)
+        beat = host.beat(rank)
         return beat.phase.name.lower(), beat.step
-
-    def _close_generation(self) -> None:
-        if self.generation is None:
-            return
-        for place in self.generation.places:
-            if not place.status.closed_by_peer:
-                with contextlib.suppress(KeyError):
-                    self._watcher.unwatch(place.status.fileno())
-        self.generation.close()
-        self.generation = None
