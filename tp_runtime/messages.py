@@ -175,6 +175,46 @@ class Failed(Struct, tag="failed"):
     message: str
 
 
+class RankStatus(Struct):
+    """One rank now. `phase` as in transport.heartbeat; `age_s`: since it last said anything.
+    `memory_bytes`: of its process on the host, 0 when that cannot be seen."""
+
+    rank: int
+    host: str
+    pid: int
+    phase: str
+    step: int
+    age_s: float
+    memory_bytes: int
+    kv_block_bytes: int
+    """Of one KV block on its device."""
+
+
+class RestartReport(Struct):
+    """Workers were replaced at `at` (seconds since the epoch); `cause` is a sentence."""
+
+    at: float
+    cause: str
+
+
+class SlowStep(Struct):
+    """`seconds` from publishing to the answer, at `at` (seconds since the epoch)."""
+
+    step: int
+    at: float
+    seconds: float
+    decode_rows: int
+    prefill_tokens: int
+
+
+class Activity(Struct):
+    """For the status page; the slowest step first."""
+
+    ranks: list[RankStatus] = msgspec.field(default_factory=list)
+    restarts: list[RestartReport] = msgspec.field(default_factory=list)
+    slow_steps: list[SlowStep] = msgspec.field(default_factory=list)
+
+
 class Info(Struct, tag="info"):
     request_id: str
     model: str
@@ -192,6 +232,7 @@ class Info(Struct, tag="info"):
     stats: dict[str, float] = msgspec.field(default_factory=dict)
     instance: str = ""
     """As in Alive; filled in by the front end, like `request_id`."""
+    activity: Activity = msgspec.field(default_factory=Activity)
 
 
 class Alive(Struct, tag="alive"):

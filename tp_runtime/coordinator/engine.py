@@ -14,6 +14,7 @@ from collections import deque
 
 import msgspec
 
+from tp_runtime.coordinator.activity import ActivityLog
 from tp_runtime.coordinator.event_loop import EventLoop
 from tp_runtime.coordinator.failure import Failure
 from tp_runtime.coordinator.frontend import Frontend
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
 """How often deadlines are looked at."""
+ACTIVITY_S = 1.0
+"""How often the ranks' states are collected for the status page."""
 STOP_S = 1.0
 """How long workers may take to end in order before their keepers kill them."""
 FLUSH_S = 1.0
@@ -81,6 +84,8 @@ class Engine:
         self._trace = TraceFile(config.trace, config.run_ahead) if config.trace else None
         self._log = None if folder.private else LoadLog()
         self.metrics = Metrics()
+        self._activity = ActivityLog()
+        self._next_activity = 0.0
         self._fresh: list[list[SequenceUpdate]] = []
         """Of answered steps, not yet handed over."""
         self._answered = 0
@@ -123,6 +128,9 @@ class Engine:
         self._hand_over()
         self.group.tick()
         self.requests.expire(now)
+        if now >= self._next_activity:
+            self._next_activity = now + ACTIVITY_S
+            self._state.change(activity=self._activity.snapshot(self.group.rank_statuses()))
         if self.scheduler is not None:
             stats = self.scheduler.stats()
             self._state.take_stats(stats, self.group.restarts, self.metrics)
@@ -202,6 +210,7 @@ class Engine:
     def _observe(self, record: StepRecord, published: int, received: int) -> None:
         done, self._answered = time.monotonic_ns(), record.step
         self.metrics.answered(record, published, received, done)
+        self._activity.answered(record, published, received)
         if self._trace is not None:
             self._trace.coordinator.span(SpanKind.WAIT, record.step, published, received)
             self._trace.coordinator.span(SpanKind.COMMIT, record.step, received, done)
@@ -221,6 +230,7 @@ class Engine:
             self._take_updates(self.scheduler.reset(generation.number, limits))
         self._published.clear()
         self.metrics.interrupted()
+        self._activity.ready()
         if self._trace is not None:
             for place in generation.places:
                 self._trace.add_rank(
@@ -239,6 +249,7 @@ class Engine:
         )
 
     def on_failed(self, failures: list[Failure]) -> None:
+        self._activity.failed(failures)
         generation = self.group.generation
         if generation is not None:
             self._loop.unwatch(generation.answers.doorbell)

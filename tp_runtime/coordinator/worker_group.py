@@ -13,6 +13,7 @@ import time
 from collections import deque
 from typing import NamedTuple, Protocol
 
+from tp_runtime.coordinator.activity import rank_status
 from tp_runtime.coordinator.failure import GRACE_S, Failure, Kind, report
 from tp_runtime.coordinator.generation import Generation, WorkerPlace
 from tp_runtime.coordinator.handshake import CacheAgreement, Disagreement, agree
@@ -22,6 +23,7 @@ from tp_runtime.coordinator.relay_door import RelayDoor
 from tp_runtime.engine_config import EngineConfig
 from tp_runtime.messages import (
     KeeperMessage,
+    RankStatus,
     WorkerExited,
     WorkerFailed,
     WorkerForked,
@@ -235,6 +237,12 @@ class WorkerGroup:
         if self.generation is None or not beats:
             return 0
         return min(beats, key=lambda b: (b[0].step, b[0].phase != Phase.RUN, -b[0].age_s))[1]
+
+    def rank_statuses(self) -> list[RankStatus]:
+        """Of all ranks that have a worker, in order."""
+        places = self.generation.places if self.generation is not None else []
+        hosts = self._hosts
+        return [rank_status(p, hosts[p.rank]) for p in places if p.rank in hosts]
 
     def _fail(self, failure: Failure) -> None:
         if self.state in (GroupState.KILLING, GroupState.STOPPING, GroupState.OVER):
