@@ -1,0 +1,238 @@
+"""Fork, handshake, failure and restart of the workers, with keepers that only talk."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.coordinator.fake_keepers import FakeKeeper, GroupUnderTest
+from tp_runtime.coordinator import worker_group
+from tp_runtime.coordinator.failure import Kind, first_cause
+from tp_runtime.coordinator.worker_group import GroupState
+from tp_runtime.messages import ForkWorker, KillWorker, Quit
+from tp_runtime.transport.heartbeat import Phase
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def build(**settings) -> GroupUnderTest:
+        made.append(GroupUnderTest(tmp_path, **settings))
+        return made[-1]
+
+    yield build
+    for group in made:
+        group.close()
+
+
+def test_workers_agree_on_the_fewest_blocks_and_are_ready_together(make):
+    under = make(size=3)
+    under.connect()
+    for keeper, blocks in zip(under.keepers, (12, 7, 9), strict=True):
+        keeper.load(blocks=blocks)
+    allocated = []
+
+    def all_told() -> bool:
+        allocated.extend(r[0].num_blocks for k in under.keepers if (r := k.status.receive()))
+        return len(allocated) == 3
+
+    under.until(all_told)
+    assert allocated == [7, 7, 7]
+    for keeper in under.keepers[:2]:
+        keeper.ready()
+    under.until(lambda: under.group.generation.places[1].ready)
+    assert under.group.state is GroupState.STARTING
+    under.keepers[2].ready()
+    under.until(lambda: under.group.state is GroupState.READY)
+    (agreement,) = under.events.agreements
+    assert (agreement.num_blocks, agreement.block_size) == (7, 16)
+    assert agreement.graph_sizes == (1, 2)
+    assert agreement.num_parameters == 300
+    assert [place.pid for place in under.group.generation.places] == [1000, 1001, 1002]
+
+
+def test_another_digest_names_the_rank_and_gives_up(make):
+    under = make(size=3)
+    under.connect()
+    for keeper, digest in zip(under.keepers, ("same", "same", "other"), strict=True):
+        keeper.load(digest=digest)
+    under.killed()
+    under.until(lambda: under.group.state is GroupState.OVER)
+    assert "Rank 2 failed in phase load: model config" in under.events.block
+    assert "the server does not start" in under.events.block
+
+
+def test_the_first_cause_beats_echoes_that_came_before(make):
+    under = make()
+    under.start()
+    under.keepers[1].beat(41, Phase.RUN)
+    under.keepers[0].raise_error("[gloo] Connection closed by peer")
+    under.keepers[0].exit(1)
+    under.until(lambda: bool(under.events.failures))
+    under.keepers[1].exit(-11)
+    under.until(lambda: under.group.restarts == 1)
+    cause = first_cause(under.events.failures[0])
+    assert (cause.rank, cause.kind, cause.step) == (1, Kind.KILLED, 41)
+    assert cause.error == "killed by SIGSEGV"
+
+
+def test_what_a_worker_said_before_its_end_is_its_report(make):
+    under = make()
+    under.start()
+    under.keepers[1].raise_error("CUDA out of memory")
+    under.keepers[1].exit(1)
+    under.until(lambda: under.group.state is GroupState.KILLING)
+    (failure,) = under.events.failures[0]
+    assert (failure.rank, failure.kind) == (1, Kind.RAISED)
+    assert "out of memory" in failure.error
+
+
+def test_one_killed_worker_means_all_are_killed_and_forked_again(make):
+    under = make()
+    under.start()
+    first = under.group.generation
+    under.keepers[0].exit(-9)
+    # Every rank is told, also the one that is gone: its keeper may not know yet.
+    under.expect(KillWorker)
+    assert under.group.state is GroupState.KILLING  # until the last one has been reaped
+    under.keepers[1].exit(-9)
+    forks = under.expect(ForkWorker)
+    assert [fork.generation for fork in forks] == [2, 2]
+    assert under.group.generation is not first
+    under.become_ready()
+    assert under.group.restarts == 1
+    assert len(under.events.agreements) == 2
+
+
+def test_an_exit_of_an_older_generation_is_nobodys(make):
+    under = make()
+    under.start()
+    under.keepers[0].exit(-9)
+    under.killed([1])
+    under.until(lambda: under.group.state is GroupState.STARTING)
+    under.keepers[1].socket.send(worker_group.WorkerExited(1, 1001, -9))
+    under.expect(KillWorker, [0])
+    under.expect(ForkWorker)
+    under.become_ready()
+
+
+def test_too_many_restarts_in_the_window_are_the_end(make):
+    under = make(max_worker_restarts=1)
+    under.start()
+    under.keepers[0].exit(-9)
+    under.killed([1])
+    under.expect(KillWorker, [0])
+    under.expect(ForkWorker)
+    under.become_ready()
+    under.keepers[1].exit(-6)
+    under.killed([0])
+    under.until(lambda: under.group.state is GroupState.OVER)
+    assert "Rank 1: killed by SIGABRT" in under.events.block
+    assert "given up after 1 restarts within 300 s" in under.events.block
+    under.expect(KillWorker, [1])
+    under.group.quit(1)
+    assert [quit.status for quit in under.expect(Quit)] == [1, 1]
+
+
+def test_a_lost_keeper_is_the_end_when_the_launcher_starts_no_other(make):
+    under = make(restarts=0)
+    under.start()
+    under.keepers.pop(1).close()
+    under.killed()
+    under.until(lambda: under.group.state is GroupState.OVER)
+    assert "Rank 1: its keeper process is gone" in under.events.block
+    under.group.quit(1)
+    (quit,) = under.expect(Quit)
+    assert "its keeper process is gone" in quit.message  # for that host's terminal
+
+
+@pytest.mark.parametrize("restarts", [1, None])
+def test_a_lost_keeper_means_new_keepers_where_the_launcher_starts_them(make, restarts):
+    under = make(restarts=restarts)
+    under.start()
+    under.keepers.pop(0).close()
+    under.killed()
+    assert [quit.status for quit in under.expect(Quit)] == [1]
+    under.until(lambda: under.group.state is GroupState.WAITING_FOR_KEEPERS)
+    under.keepers.pop().close()
+    under.start()
+    assert under.group.generation.number == 2
+
+
+def test_a_keeper_lost_before_the_others_came_does_not_stop_the_start(make):
+    under = make(restarts=None)
+    early = FakeKeeper(under.path, 1, 2)
+    under.until(lambda: bool(under.group._hosts))
+    early.close()
+    under.until(lambda: bool(under.events.failures))
+    under.until(lambda: under.group.state is GroupState.WAITING_FOR_KEEPERS)
+    under.start()
+
+
+def test_a_start_that_takes_too_long_names_the_rank_that_is_behind(make):
+    under = make(start_timeout_s=0.3)
+    under.connect()
+    under.keepers[0].beat(0, Phase.WARM_UP)
+    under.keepers[1].beat(0, Phase.INIT)
+    under.keepers[0].load()
+    under.killed()
+    under.until(lambda: under.group.state is GroupState.OVER)
+    assert "hangs (0.3 s)" in under.events.block
+
+
+def test_a_keeper_that_never_comes_is_named(make):
+    under = make(start_timeout_s=0.3)
+    lonely = FakeKeeper(under.path, 0, 2)
+    under.until(lambda: under.group.state is GroupState.OVER)
+    assert "Rank 1: its keeper never connected" in under.events.block
+    lonely.close()
+
+
+def test_a_worker_that_cannot_be_killed_does_not_hold_the_server(make, monkeypatch):
+    monkeypatch.setattr(worker_group, "KILL_DEADLINE_S", 0.2)
+    under = make()
+    under.start()
+    under.group.fail_hung(1, 5.0)
+    under.expect(KillWorker)
+    under.until(lambda: under.group.state is GroupState.OVER)
+    assert "stuck in the kernel" in under.events.block
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "version", "why"),
+    [
+        (0, 2, 77, "install the same tp_runtime everywhere"),
+        (0, 3, 0, "this server has 2"),
+        (5, 2, 0, "has ranks 0 to 1"),
+        (0, 2, 0, "already"),
+    ],
+)
+def test_a_keeper_that_does_not_belong_here_is_sent_away(make, rank, size, version, why):
+    under = make()
+    first = FakeKeeper(under.path, 0, 2)
+    under.until(lambda: 0 in under.group._hosts)
+    under.keepers.append(FakeKeeper(under.path, rank, size, version=version))
+    (quit,) = under.expect(Quit)
+    assert why in quit.message
+    assert under.group.state is GroupState.WAITING_FOR_KEEPERS
+    first.close()
+
+
+def test_exits_after_an_orderly_stop_are_no_failures(make):
+    under = make()
+    under.start()
+    under.group.expect_exit()
+    for keeper in under.keepers:
+        keeper.exit(0)
+    under.until(lambda: under.group.generation.all_exited)
+    assert under.events.failures == []
+
+
+def test_the_slowest_rank_is_the_one_furthest_behind(make):
+    under = make(size=3)
+    under.start()
+    for keeper, step, phase in zip(
+        under.keepers, (7, 6, 6), (Phase.RUN, Phase.IDLE, Phase.RUN), strict=True
+    ):
+        keeper.beat(step, phase)
+    assert under.group.slowest_rank() == 2
