@@ -35,6 +35,7 @@ from tp_runtime.http.requests import (
     TokenizeRequest,
     check_model,
 )
+from tp_runtime.http.status import page_response, status_of
 from tp_runtime.http.token_texts import TokenTexts
 
 logger = logging.getLogger(__name__)
@@ -139,6 +140,12 @@ class Api:
             info = None
         return Response(self._metrics.exposition(info), 200, {"content-type": CONTENT_TYPE})
 
+    async def status(self, request: Request) -> Response:
+        return json_response(await status_of(self._engine))
+
+    async def page(self, request: Request) -> Response:
+        return page_response()
+
     async def version(self, request: Request) -> Response:
         try:
             number = version("tp_runtime")
@@ -164,6 +171,8 @@ def build_app(engine: EngineAccess, api_key: str = "") -> ASGIApp:
         Route("/detokenize", _guarded(api.detokenize), methods=["POST"]),
         Route("/health", _guarded(api.health), methods=["GET"]),
         Route("/metrics", _guarded(api.metrics), methods=["GET"]),
+        Route("/", _guarded(api.page), methods=["GET"]),
+        Route("/status", _guarded(api.status), methods=["GET"]),
         Route("/version", _guarded(api.version), methods=["GET"]),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _no_such_route})
