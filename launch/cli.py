@@ -17,7 +17,6 @@ from tp_runtime.launch import exit_status
 from tp_runtime.launch.lazy_group import LazyCommand, lazy_group
 from tp_runtime.launch.server_notice import print_failure
 
-
 COMMANDS = {
     "serve": LazyCommand("tp_runtime.launch.serve_cli", "serve_command", "Run a server."),
     "generate": LazyCommand(

@@ -83,8 +83,16 @@ def begin_decode(
     from tp_runtime.ops.kernels import decode_step as kernels  # triton: CUDA only
 
     kernels.begin_decode(
-        num_rows, last_id, position, block_tables, block_size,
-        out.ids, out.positions, out.drawn_position, out.slots, out.context_lens,
+        num_rows,
+        last_id,
+        position,
+        block_tables,
+        block_size,
+        out.ids,
+        out.positions,
+        out.drawn_position,
+        out.slots,
+        out.context_lens,
     )
 
 

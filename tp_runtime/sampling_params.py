@@ -47,7 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     skip_special_tokens: bool = True
 
     def validate(self) -> None:
-        """Raises InvalidRequestError with one sentence naming the field, the value and the range."""
+        """Raises InvalidRequestError, one sentence that names the field, its value and range."""
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if value is not None and not (low <= value <= high):  # NaN fails too

@@ -12,6 +12,7 @@ model graph's logits without a sampler graph.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -76,10 +77,10 @@ class DecodeGraphs:
         pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.buffers.num_rows.zero_()
         for size in sorted(self.sizes, reverse=True):
-            self._models[size] = Recorded(lambda n=size: self._model_step(n), device, pool)
+            self._models[size] = Recorded(partial(self._model_step, size), device, pool)
             for kind in RECORDED_CLASSES:
                 self._samplers[size, kind] = Recorded(
-                    lambda n=size, k=kind: self._sample_step(n, k), device, pool
+                    partial(self._sample_step, size, kind), device, pool
                 )
 
     def run_model(self, size: int, num_rows: int) -> None:

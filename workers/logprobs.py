@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tp_runtime.messages import Chunk, Logprob, RowLogprobs, StepPlan, TokenLogprobs
 from tp_runtime.ops.sampling.sampler import TopLogprobs
 from tp_runtime.workers.batch_state import BatchState
 from tp_runtime.workers.host_copy import PendingCopy, to_device
+from tp_runtime.workers.models.decoder import CausalLM
 from tp_runtime.workers.sampler import Drawn, Sampler
 
 PROMPT_SLICE = 256
@@ -80,7 +81,7 @@ class LogprobCollector:
     """Collective where a chunk wants prompt logprobs: what is done follows from the plan and the
     batch state alone, so every rank does the same."""
 
-    def __init__(self, state: BatchState, model: nn.Module, sampler: Sampler) -> None:
+    def __init__(self, state: BatchState, model: CausalLM, sampler: Sampler) -> None:
         self._state = state
         self._model = model
         self._sampler = sampler

@@ -6,6 +6,7 @@ The CPU form makes everything around a graph (static buffers, padding rows) test
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ import torch
 class Recorded:
     """`work` reads and writes fixed tensors only; `replay` does again what it did."""
 
-    def __init__(self, work: Callable[[], None], device: torch.device, pool: object | None) -> None:
+    def __init__(self, work: Callable[[], None], device: torch.device, pool: Any) -> None:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._work: Callable[[], None] | None = work
         if device.type != "cuda":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tp_runtime.messages import Chunk, StepPlan
 from tp_runtime.ops.attention.metadata import (
@@ -25,6 +25,7 @@ from tp_runtime.workers.batch_state import BatchState
 from tp_runtime.workers.decode_graphs import RECORDED_CLASSES, DecodeGraphs
 from tp_runtime.workers.host_copy import PendingCopy, to_device
 from tp_runtime.workers.logprobs import LogprobCollector, PendingLogprobs
+from tp_runtime.workers.models.decoder import CausalLM
 from tp_runtime.workers.sampler import Sampler
 from tp_runtime.workers.sampling_rows import SamplingRows
 from tp_runtime.workers.state_check import StateCheck
@@ -68,7 +69,7 @@ class Runner:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: CausalLM,
         kv: list[LayerKV],
         state: BatchState,
         sampler: Sampler,

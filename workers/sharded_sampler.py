@@ -28,6 +28,7 @@ from tp_runtime.ops.sampling.sampler import (
 )
 from tp_runtime.workers.sampler import Drawn
 
+
 class ShardedSampler:
     """See `workers.sampler.Sampler`."""
 

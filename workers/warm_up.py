@@ -7,16 +7,16 @@ with every cache slot -1. It also loads kernels and lets the allocator find its 
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from tp_runtime.engine_config import EngineConfig
 from tp_runtime.ops.attention.metadata import AttentionMetadata, PrefillMetadata
 from tp_runtime.workers.kv_cache import KVGeometry
+from tp_runtime.workers.models.decoder import CausalLM
 
 
 @torch.inference_mode()
 def warm_up(
-    model: nn.Module,
+    model: CausalLM,
     geometry: KVGeometry,
     config: EngineConfig,
     max_model_len: int,

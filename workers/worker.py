@@ -211,9 +211,10 @@ def run_worker(
     generation: int,
     fds: WorkerDescriptors,
 ) -> NoReturn:
-    """Called in the forked child, where the number of threads is set already; ends the process: 0 after Stop, 1 after a reported error.
+    """Called in the forked child, where the number of threads is set already.
 
-    os._exit, because interpreter teardown after a failed collective can hang in C++ destructors."""
+    Ends the process: 0 after Stop, 1 after a reported error. By os._exit, because interpreter
+    teardown after a failed collective can hang in C++ destructors."""
     worker = Worker(config, rank, local_rank, world_size, generation, fds)
     try:
         worker.run()

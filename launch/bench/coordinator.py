@@ -157,11 +157,11 @@ def measure_memory(rows: int, steps: int) -> float:
         waiting, started, at_start = rows, 0.0, 0.0
         while True:
             requests = []
-            for number in range(number, number + waiting):
+            for _ in range(waiting):
                 ids = [(number * 7919 + i) % 100_000 + 1 for i in range(case.context)]
                 name = f"request-{number}"
                 requests.append(Generate(name, params, prompt_token_ids=ids, detokenize=False))
-            number += bool(waiting)
+                number += 1
             stream.submit(requests)
             stream.pump()
             waiting = len(stream.ended)

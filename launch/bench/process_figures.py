@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
-def thread_seconds(pid: int) -> Counter[str]:
+def thread_seconds(pid: int) -> dict[str, float]:
     """CPU seconds so far, user and system, summed over threads of the same name."""
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for task in Path(f"/proc/{pid}/task").iterdir():
         try:
             name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")

@@ -22,7 +22,7 @@ class RawStream:
     def __init__(self, address: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._link = ClientLink(self._context, address)
-        self._info: Info | None = None
+        self._infos: list[Info] = []
         self.counts: dict[str, int] = {}
         self.ended: list[str] = []
 
@@ -43,7 +43,7 @@ class RawStream:
             elif isinstance(message, Failed):
                 raise error_from_code(message.code, message.message)
             elif isinstance(message, Info):
-                self._info = message
+                self._infos.append(message)
 
     def until_all_have(self, tokens: int, timeout_s: float) -> None:
         """Raises WorkerFailedError when that takes too long."""
@@ -55,11 +55,11 @@ class RawStream:
 
     def stats(self) -> dict[str, float]:
         """The server's counters now, about a tenth of a second old."""
-        self._info = None
+        self._infos.clear()
         self._link.send(encode(GetInfo("stats")))
-        while self._info is None:
+        while not self._infos:
             self.pump()
-        return self._info.stats
+        return self._infos[-1].stats
 
     def close(self) -> None:
         self._link.close()

@@ -1,11 +1,11 @@
 """Per row, the best (value, id) of a shard of logits, packed into one int64 that orders by both.
 
     value = logit                                   for greedy rows (temperature 0)
-    value = logit / temperature - log(-log(u))      otherwise, u from Philox (see ops.sampling.philox)
+    value = logit / temperature - log(-log(u))      otherwise; u: see ops.sampling.philox
 
 A program takes one row and a piece of the vocabulary; the best of a row is the maximum of its
 pieces.
-NaN and +inf logits give the largest int64. Reference: `tp_runtime.ops.sampling.best.best_reference`.
+NaN and +inf logits give the largest int64. Reference: `ops.sampling.best.best_reference`.
 """
 
 from __future__ import annotations

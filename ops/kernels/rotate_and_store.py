@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-
 SKIP = tl.constexpr(1 << 20)
 """Added to lanes whose store must not happen: past every head size."""
 

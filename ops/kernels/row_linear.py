@@ -6,7 +6,7 @@
 For one row a product is a read of W at memory speed; a program owns a few rows of W, reads them
 once, and makes the norm of the whole x again for itself, which costs less than a launch of its own.
 Sums are float32; x, the norm, gate and up are rounded to the dtype of x where the separate layers
-round them. References: `tp_runtime.ops.norm`, `torch.nn.functional.linear`, `tp_runtime.ops.activation`.
+round them. References: `ops.norm`, `torch.nn.functional.linear`, `ops.activation`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _row_linear_kernel(
         whole = tl.arange(0, K_BLOCK)
         x = _normed(x_ptr, residual_ptr, norm_ptr, whole, whole < K, 1.0, ADD, False)
         scale = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
-        if ADD:
+        if ADD:  # noqa: SIM102 (a constant of the kernel and a value of the program)
             if tl.program_id(0) == 0:
                 tl.store(sum_ptr + whole, x.to(sum_ptr.dtype.element_ty), mask=whole < K)
     base = weight_ptr + row.to(tl.int64)[:, None] * weight_stride

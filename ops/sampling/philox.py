@@ -1,4 +1,4 @@
-"""Counter-based random numbers: the noise of a draw depends on (seed, position, vocabulary id) only.
+"""Counter-based random numbers: the noise of a draw is a function of (seed, position, id).
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Key: the two
 halves of the 64-bit seed. Counter: (vocabulary id // 4, position, 0, 0); word `vocabulary id % 4`

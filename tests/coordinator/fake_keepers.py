@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tp_runtime.coordinator.event_loop import EventLoop
 from tp_runtime.coordinator.failure import Failure
+from tp_runtime.coordinator.relay_door import RelayDoor
 from tp_runtime.coordinator.worker_group import CacheAgreement, Doors, GroupState, WorkerGroup
 from tp_runtime.engine_config import EngineConfig
 from tp_runtime.messages import (
@@ -20,7 +21,6 @@ from tp_runtime.messages import (
     KeeperHello,
     KeeperMessage,
     KillWorker,
-    Quit,
     WorkerExited,
     WorkerFailed,
     WorkerForked,
@@ -121,14 +121,23 @@ class FakeKeeper:
 class GroupUnderTest:
     """A group, its loop, and keepers that obey it as far as a test lets them."""
 
-    def __init__(self, folder: Path, size: int = 2, restarts: int | None = 0, **settings) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        size: int = 2,
+        restarts: int | None = 0,
+        others: bool = False,
+        **settings,
+    ) -> None:
+        """`others`: rank 0 alone is on this host, the rest come through the door for relays."""
         settings = {"start_timeout_s": 30.0, **settings}
         self.config = EngineConfig(model="unused", tensor_parallel_size=size, **settings)
         self.path = folder / "keepers.sock"
         self.listener: FdListener[KeeperMessage] = FdListener(self.path, KeeperMessage)
         self.loop = EventLoop()
         self.events = Recorder()
-        doors = Doors(self.listener, size, keeper_restarts=restarts)
+        self.door = RelayDoor("127.0.0.1", self.config) if others else None
+        doors = Doors(self.listener, 1 if others else size, self.door, restarts)
         self.group = WorkerGroup(self.config, doors, self.loop, self.events)
         self.keepers: list[FakeKeeper] = []
 
@@ -176,14 +185,16 @@ class GroupUnderTest:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, (self.group.state, self.events.__dict__)
-            self.group.tick()
-            self.loop.turn(0.005)
+            self.turn()
+
+    def turn(self) -> None:
+        self.group.tick()
+        self.loop.turn(0.005)
 
     def close(self) -> None:
         for keeper in self.keepers:
             keeper.close()
         self.listener.close()
+        if self.door is not None:
+            self.door.close()
         self.loop.close()
-
-
-__all__ = ["FakeKeeper", "GroupUnderTest", "Quit", "Recorder"]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tp_runtime import LLM, SamplingParams
 
 from tests.tiny_models import make_tiny
+from tp_runtime import LLM, SamplingParams
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,4 @@
-"""One GPU: the whole model through scheduler, runner and the chosen back-end, beside transformers."""
+"""One GPU: scheduler, runner and the chosen back-end together, beside transformers."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.tiny_models import make_tiny
+from tests.workers.engine_in_process import EngineInProcess
 from tp_runtime.model_config import ModelConfig
 from tp_runtime.ops.attention.registry import choose_backend
 from tp_runtime.ops.group import TPGroup
 from tp_runtime.sampling_params import SamplingParams
 from tp_runtime.workers.loader import load_weights
 from tp_runtime.workers.models.registry import build_model
-
-from tests.tiny_models import make_tiny
-from tests.workers.engine_in_process import EngineInProcess
 
 pytestmark = pytest.mark.gpu
 

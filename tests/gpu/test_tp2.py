@@ -1,4 +1,4 @@
-"""Two GPUs: TP 2 over NCCL gives the tokens of TP 1, on both sampling paths and through torchrun."""
+"""Two GPUs: TP 2 over NCCL gives the tokens of TP 1, sampled either way and through torchrun."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.gpu.nccl_ranks import run_on_gpus
+from tests.tiny_models import make_tiny
+from tests.workers.engine_in_process import EngineInProcess
 from tp_runtime.ops.attention.registry import choose_backend
 from tp_runtime.ops.group import TPGroup
 from tp_runtime.sampling_params import SamplingParams
 from tp_runtime.workers.gather_sampler import GatherSampler
 from tp_runtime.workers.sharded_sampler import ShardedSampler
-
-from tests.gpu.nccl_ranks import run_on_gpus
-from tests.tiny_models import make_tiny
-from tests.workers.engine_in_process import EngineInProcess
 
 pytestmark = [
     pytest.mark.gpu,

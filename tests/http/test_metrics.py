@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tp_runtime.coordinator.metrics import Metrics
-from tp_runtime.coordinator.scheduler_stats import SchedulerStats
 from tp_runtime.http.metrics import PREFIX, HttpMetrics
 from tp_runtime.messages import Info
 

@@ -30,9 +30,11 @@ def test_a_divergence_ends_the_step_with_rank_and_row(tiny, tmp_path, monkeypatc
     Path(tmp_path / "sitecustomize.py").write_text("import tests.launch.divergent_worker\n")
     root = Path(__file__).resolve().parents[2]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(root)]))
-    with LLM(tiny, tensor_parallel_size=2, check=True, max_worker_restarts=0, **SETTINGS) as llm:
-        with pytest.raises(WorkerFailedError) as caught:
-            generate(llm)
+    with (
+        LLM(tiny, tensor_parallel_size=2, check=True, max_worker_restarts=0, **SETTINGS) as llm,
+        pytest.raises(WorkerFailedError) as caught,
+    ):
+        generate(llm)
     message = str(caught.value)
     assert f"after step {planted.BAD_STEP}" in message
     assert f"rank {planted.BAD_RANK} from the majority, first in row {planted.BAD_ROW}" in message

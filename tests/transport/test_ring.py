@@ -14,6 +14,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tp_runtime.errors import ProtocolError, WorkerFailedError
 from tp_runtime.transport import ring as ring_module
 from tp_runtime.transport.ring import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+
 from tp_runtime.coordinator.limits import SchedulerLimits
 from tp_runtime.coordinator.scheduler import Scheduler
 from tp_runtime.coordinator.sequence import SeqKey, Sequence

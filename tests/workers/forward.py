@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
 from tp_runtime.model_config import ModelConfig
 from tp_runtime.ops.attention.backend import AttentionBackend
 from tp_runtime.ops.attention.metadata import AttentionMetadata, PrefillMetadata

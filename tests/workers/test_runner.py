@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tp_runtime.sampling_params import SamplingParams
 
 from tests.tiny_models import make_tiny
 from tests.workers.engine_in_process import EngineInProcess
+from tp_runtime.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+
+from tests.gloo_pool import GlooPool
 from tp_runtime.messages import NewRow, RowSampling, pack_ids
 from tp_runtime.ops.embedding import ParallelLMHead
 from tp_runtime.ops.group import TPGroup
@@ -16,8 +18,6 @@ from tp_runtime.workers.batch_state import BatchState
 from tp_runtime.workers.gather_sampler import GatherSampler
 from tp_runtime.workers.sampling_rows import build_batch
 from tp_runtime.workers.sharded_sampler import ShardedSampler
-
-from tests.gloo_pool import GlooPool
 
 VOCAB, HIDDEN = 331, 8
 Pools = Callable[[int], GlooPool]

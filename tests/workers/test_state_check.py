@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
+from tests.gloo_pool import GlooPool
 from tp_runtime.errors import WorkerFailedError
 from tp_runtime.messages import RowBlocks, StepPlan, pack_ids
 from tp_runtime.ops.group import TPGroup
 from tp_runtime.workers.batch_state import BatchState
 from tp_runtime.workers.state_check import StateCheck, compare
-
-from tests.gloo_pool import GlooPool
 
 Pools = Callable[[int], GlooPool]
 

@@ -36,7 +36,7 @@ GC_THRESHOLDS = (50_000, 20, 50)
 """Objects of a step die at once by reference count; a collection finds next to nothing and takes
 longer the more requests there are, so it is made rare."""
 SWITCH_INTERVAL_S = 0.0005
-"""The engine thread gets the interpreter after so long at most; Python's own 5 ms are many steps."""
+"""The engine thread waits so long for the interpreter at most; Python's 5 ms are many steps."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

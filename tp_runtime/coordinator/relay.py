@@ -117,14 +117,22 @@ class Relay:
     def run(self) -> int:
         """Until the coordinator says so, or is lost, or the launcher is gone."""
         while self._status is None:
-            self._loop.turn(TICK_S)
-            if time.monotonic() - self._ticked >= TICK_S:
-                self._tick()
+            self.turn(TICK_S)
+        self.close()
+        return self._status
+
+    def turn(self, timeout_s: float) -> None:
+        """One turn of the loop; waits for at most `timeout_s`."""
+        self._loop.turn(timeout_s)
+        if time.monotonic() - self._ticked >= TICK_S:
+            self._tick()
+
+    def close(self) -> None:
+        """The last words get a moment to leave."""
         self._host.release()
         self._socket.socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(CLOSE_S)
-        return self._status
 
     # ------------------------------------------------------------ from the coordinator
 

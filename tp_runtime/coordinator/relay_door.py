@@ -173,11 +173,10 @@ class RelayDoor:
         if differ:
             given = ", ".join(f"{k} {hello.settings.get(k)!r} (here {ours[k]!r})" for k in differ)
             return f"{hello.host} was started with other settings: {given}; give both the same."
-        ranks = range(hello.first_rank, hello.first_rank + hello.num_ranks)
-        last = self._config.tensor_parallel_size - 1
-        taken = any(set(ranks) & set(host.ranks) for host in self.hosts)
-        if taken or hello.num_ranks < 1 or ranks[0] < 1 or ranks[-1] > last:
-            return f"{hello.host} speaks for ranks {ranks[0]} to {ranks[-1]}, which are not free."
+        first, last = hello.first_rank, hello.first_rank + hello.num_ranks - 1
+        taken = any(first < host.ranks.stop and host.ranks.start <= last for host in self.hosts)
+        if taken or not 1 <= first <= last < self._config.tensor_parallel_size:
+            return f"{hello.host} speaks for ranks {first} to {last}, which are not free."
         return ""
 
     # ------------------------------------------------------------ out

@@ -1,4 +1,4 @@
-"""What a client sees when it asks for Info: one immutable message, replaced by the engine thread."""
+"""What a client sees when it asks for Info: an immutable message that the engine replaces."""
 
 from __future__ import annotations
 

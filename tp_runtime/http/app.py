@@ -27,6 +27,7 @@ from tp_runtime.http.engine_access import READY, EngineAccess
 from tp_runtime.http.errors import ApiError, error_response, to_api_error
 from tp_runtime.http.event_stream import Disconnected, EventStream, unless_disconnected
 from tp_runtime.http.metrics import CONTENT_TYPE, HttpMetrics
+from tp_runtime.http.openapi import document
 from tp_runtime.http.request_body import read_struct
 from tp_runtime.http.requests import (
     ChatCompletionRequest,
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Awaitable[Response]]
 
-OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/version", "/status"})
+OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/version", "/status", "/openapi.json"})
 """Need no key: they tell how the server is and take no work."""
 GONE = 499
 """Counted, never sent: the client was gone before the answer (the number is nginx's)."""
@@ -146,6 +147,9 @@ class Api:
     async def page(self, request: Request) -> Response:
         return page_response()
 
+    async def openapi(self, request: Request) -> Response:
+        return json_response(document())
+
     async def version(self, request: Request) -> Response:
         try:
             number = version("tp_runtime")
@@ -173,6 +177,7 @@ def build_app(engine: EngineAccess, api_key: str = "") -> ASGIApp:
         Route("/metrics", _guarded(api.metrics), methods=["GET"]),
         Route("/", _guarded(api.page), methods=["GET"]),
         Route("/status", _guarded(api.status), methods=["GET"]),
+        Route("/openapi.json", _guarded(api.openapi), methods=["GET"]),
         Route("/version", _guarded(api.version), methods=["GET"]),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _no_such_route})

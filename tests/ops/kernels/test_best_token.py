@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from tp_runtime.ops.kernels.best_token import best_token
 from tp_runtime.ops.sampling.best import best_reference, unpack_id
 from tp_runtime.ops.sampling.sampler import SamplingBatch, SamplingClass
@@ -15,9 +16,14 @@ def batch(rows: int, kind: SamplingClass, device: torch.device) -> SamplingBatch
     seeds = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
     temperature = torch.tensor([0.0, 0.6, 1.0, 1.7]).repeat(rows)[:rows]
     return SamplingBatch(
-        kind=kind, temperature=temperature.to(device), seed=seeds.to(device),
-        position=torch.arange(rows, device=device) * 977, top_k=zeros, top_p=zeros.float() + 1,
-        min_p=zeros.float(), min_position=zeros,
+        kind=kind,
+        temperature=temperature.to(device),
+        seed=seeds.to(device),
+        position=torch.arange(rows, device=device) * 977,
+        top_k=zeros,
+        top_p=zeros.float() + 1,
+        min_p=zeros.float(),
+        min_position=zeros,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from tp_runtime.ops.decode_step import (
     DecodeInput,
     begin_decode_reference,
@@ -24,8 +25,16 @@ def test_begin_equals_the_reference(device: torch.device, n: int, rows: int) -> 
         position, out = start.clone(), DecodeInput.empty(n, device)
         if fused:
             kernels.begin_decode(
-                num_rows, last, position, tables, 16,
-                out.ids, out.positions, out.drawn_position, out.slots, out.context_lens,
+                num_rows,
+                last,
+                position,
+                tables,
+                16,
+                out.ids,
+                out.positions,
+                out.drawn_position,
+                out.slots,
+                out.context_lens,
             )
         else:
             begin_decode_reference(num_rows, last, position, tables, 16, out)

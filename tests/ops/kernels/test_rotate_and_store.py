@@ -36,8 +36,10 @@ def test_equals_the_separate_layers(
     def caches() -> tuple[torch.Tensor, torch.Tensor]:
         shape = (3, 4, kv_heads, size)
         nan = float("nan")
-        return (torch.full(shape, nan, dtype=dtype, device=device),
-                torch.full(shape, nan, dtype=dtype, device=device))
+        return (
+            torch.full(shape, nan, dtype=dtype, device=device),
+            torch.full(shape, nan, dtype=dtype, device=device),
+        )
 
     cos, sin = table[positions].chunk(2, dim=-1)
     want_q, want_k = q, k
