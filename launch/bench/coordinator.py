@@ -136,7 +136,7 @@ def measure(case: Case) -> Measured:
             before, cpu, start = stream.stats(), thread_seconds(server.pid), time.monotonic()
             stream.until_all_have(min(stream.counts.values()) + case.steps, _FILL_S)
             end, after = time.monotonic(), stream.stats()
-            cpu = thread_seconds(server.pid) - cpu
+            cpu = {k: v - cpu.get(k, 0.0) for k, v in thread_seconds(server.pid).items()}
             stream.close()
         times = read_step_times(trace, start, end, case.window)
     plans = after["step_plan_bytes_count"] - before["step_plan_bytes_count"]
