@@ -141,7 +141,7 @@ def measure(case: Case) -> Measured:
         times = read_step_times(trace, start, end, case.window)
     plans = after["step_plan_bytes_count"] - before["step_plan_bytes_count"]
     size = after["step_plan_bytes_sum"] - before["step_plan_bytes_sum"]
-    shares = {name: cpu[name] / (end - start) for name in _THREADS}
+    shares = {name: cpu.get(name, 0.0) / (end - start) for name in _THREADS}
     return Measured(case, times, shares, size / max(1, plans))
 
 
