@@ -16,6 +16,8 @@ def ends():
     server, client = LoopSocket(zmq.DEALER, 5.0), LoopSocket(zmq.DEALER, 5.0)
     port = server.socket.bind_to_random_port("tcp://127.0.0.1")
     client.socket.connect(f"tcp://127.0.0.1:{port}")
+    client.send([b"hello"])
+    assert server.socket.recv() == b"hello"  # from now on both may send
     yield server, client
     server.close()
     client.close()
