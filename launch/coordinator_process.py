@@ -25,6 +25,10 @@ from tp_runtime.transport.fd_socket import FdSocket
 COORDINATOR_MODULE = "tp_runtime.coordinator"
 RELAY_MODULE = "tp_runtime.coordinator.relay_process"
 
+GENERATIONS_EACH = 1_000_000
+"""Generations of workers are numbered on where a coordinator that died cannot have come, since
+workers meet in torchrun's store under that number."""
+
 
 class CoordinatorProcess:
     """The coordinator, or on another host than rank 0's the relay that stands for it, as the keeper
@@ -38,6 +42,9 @@ class CoordinatorProcess:
         command += _coordinator(place) if place.coordinates else _relay(place)
         command += ["--config", config.to_json(), "--run-dir", str(folder.path)]
         command += ["--watch-pid", str(watch.pid)]
+        if place.coordinates:
+            first = (folder.count_coordinator() - 1) * GENERATIONS_EACH + 1
+            command += ["--first-generation", str(first)]
         # Its signals wait until it can take them: a Ctrl-C while it is still importing must neither
         # be lost nor show a traceback.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})

@@ -21,8 +21,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from tp_runtime.engine_config import EngineConfig
-from tp_runtime.errors import ProtocolError, ServerUnavailableError
+from tp_runtime.errors import ProtocolError, ServerUnavailableError, TPRuntimeError
 from tp_runtime.launch import exit_status
+from tp_runtime.launch.coordinator_return import CoordinatorReturn
 from tp_runtime.launch.keeper_signals import KeeperSignals
 from tp_runtime.launch.parent_death import open_pidfd, send_signal
 from tp_runtime.launch.rank_environment import RankPlace
@@ -37,7 +38,9 @@ from tp_runtime.messages import (
     ForkWorker,
     KeeperCommand,
     KeeperHello,
+    KeeperMessage,
     KillWorker,
+    Pulse,
     Quit,
     WorkerExited,
     WorkerForked,
@@ -51,7 +54,11 @@ INTERRUPT_S = 1.5
 """After SIGINT everything must be gone in two seconds, whether the coordinator answers or not."""
 DRAIN_MARGIN_S = 3.0
 """How much longer than the coordinator's own drain deadline a keeper waits for its word."""
+SILENCE_MARGIN_S = 5.0
+"""A coordinator that says nothing for the step deadline and this long is stopped or stuck; it may
+itself wait for as long as the step deadline."""
 _TURN_MS = 200
+_RETRY_MS = 20
 
 
 class Keeper:
@@ -60,7 +67,8 @@ class Keeper:
     `relay_signals`: a signal is a person's wish for the server to end, and goes to the coordinator.
     Without it (a launcher of ours handles signals itself) only torch's elastic agent sends them,
     and means this process. `every_turn` is called a few times a second, for showing progress;
-    `close_in_child` in each forked worker, for what it must not hold."""
+    `close_in_child` in each forked worker, for what it must not hold. `comes_back`: what to do when
+    the coordinator dies; without it this keeper ends too."""
 
     def __init__(
         self,
@@ -74,10 +82,15 @@ class Keeper:
         relay_signals: bool = True,
         every_turn: Callable[[], None] = lambda: None,
         close_in_child: Callable[[], None] = lambda: None,
+        comes_back: CoordinatorReturn | None = None,
     ) -> None:
         self._config = config
         self._place = place
-        self._coordinator = coordinator
+        self._coordinator: FdSocket[KeeperCommand] | None = coordinator
+        self._comes_back = comes_back
+        self._silence_s: float | None = None
+        """Since the coordinator's last word, this process's own stops not counted; None: it has
+        not begun to show that it lives."""
         self._worker_main = worker_main
         self._threads = threads
         self._signals = signals
@@ -99,21 +112,8 @@ class Keeper:
     def run(self) -> int:
         """Serve the coordinator until something ends this keeper; the worker is gone then."""
         gc.freeze()  # what is imported by now stays; collecting it would copy pages after a fork
-        place = self._place
         try:
-            self._coordinator.send(
-                KeeperHello(
-                    version=PROTOCOL_VERSION,
-                    rank=place.rank,
-                    local_rank=place.local_rank,
-                    world_size=place.world_size,
-                    pid=os.getpid(),
-                    host=socket.gethostname(),
-                )
-            )
-        except ServerUnavailableError:
-            return exit_status.COORDINATOR_LOST
-        try:
+            self._say_hello()
             while self._status is None:
                 self._turn()
             return self._status
@@ -121,49 +121,108 @@ class Keeper:
             self._kill_worker()
             self._reap_worker(REAP_S)
 
+    def _say_hello(self) -> None:
+        place = self._place
+        self._tell(
+            KeeperHello(
+                version=PROTOCOL_VERSION,
+                rank=place.rank,
+                local_rank=place.local_rank,
+                world_size=place.world_size,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+            )
+        )
+
     # ------------------------------------------------------------ the loop
 
     def _turn(self) -> None:
         poll = select.poll()
-        watched = [self._coordinator.fileno(), self._signal_pipe.fileno(), *self._parents]
+        coordinator = -1 if self._coordinator is None else self._coordinator.fileno()
+        watched = [self._signal_pipe.fileno(), *self._parents]
+        if coordinator >= 0:
+            watched.append(coordinator)
         if self._worker is not None:
             watched.append(self._worker_pidfd)
         for fd in watched:
             poll.register(fd, select.POLLIN)
-        ready = {fd for fd, _ in poll.poll(_TURN_MS)}
+        ready = {fd for fd, _ in poll.poll(_RETRY_MS if coordinator < 0 else _TURN_MS)}
         if self._worker is not None and self._worker_pidfd in ready:
             self._reap_worker(0.0)
         if self._signal_pipe.fileno() in ready:
             self._on_signals()
-        if self._coordinator.fileno() in ready and self._status is None:
+        if coordinator in ready and self._status is None:
             self._on_command()
+        elif coordinator >= 0:
+            self._bear_silence(_TURN_MS / 1000)
         if ready.intersection(self._parents):
             self._status = exit_status.LAUNCHER_LOST
         if time.monotonic() >= self._stop_by and self._status is None:
             self.gave_up_waiting, self._status = True, exit_status.OK
+        if self._coordinator is None and self._status is None:
+            self._find_coordinator()
         self._every_turn()
 
     def _on_command(self) -> None:
+        if self._coordinator is None:
+            return
         try:
             received = self._coordinator.receive()
         except ProtocolError as error:
             self.message, self._status = str(error), exit_status.FAILED
             return
         if received is None:
-            # The coordinator ended without Quit. A server that restarts its coordinator begins
-            # here: connect again, say hello, and take the next ForkWorker.
-            self._status = exit_status.COORDINATOR_LOST
+            self._lose_coordinator()
             return
         command, fds = received
+        self._silence_s = 0.0
         if isinstance(command, ForkWorker):
             self._fork(command, fds)
             return
         close_all(fds)
+        if isinstance(command, Pulse):
+            return
         if isinstance(command, KillWorker):
             if command.generation == self._generation:
                 self._kill_worker()
         elif isinstance(command, Quit):
             self.message, self._status = command.message, command.status
+
+    def _lose_coordinator(self) -> None:
+        """It ended without Quit. Its workers are of no use to the next one."""
+        if self._coordinator is not None:
+            self._coordinator.close()
+        self._coordinator, self._silence_s = None, None
+        self._kill_worker()
+        self._reap_worker(REAP_S)
+        if self._comes_back is None:
+            self._status = exit_status.COORDINATOR_LOST
+        else:
+            self._comes_back.lost()
+
+    def _find_coordinator(self) -> None:
+        if self._comes_back is None:
+            return
+        try:
+            self._coordinator = self._comes_back.attempt()
+        except TPRuntimeError as error:
+            self.message, self._status = str(error), exit_status.FAILED
+            return
+        self._say_hello()
+
+    def _bear_silence(self, seconds: float) -> None:
+        """Kills a coordinator that is stopped or stuck, if this keeper is to start the next."""
+        if self._silence_s is None or self._comes_back is None or not self._comes_back.starts:
+            return
+        self._silence_s += seconds
+        if self._silence_s > self._config.step_deadline_s + SILENCE_MARGIN_S:
+            self._silence_s = None
+            self._signal_coordinator(signal.SIGKILL)
+
+    def _signal_coordinator(self, signum: int) -> None:
+        if self._coordinator is not None:
+            with contextlib.suppress(ProcessLookupError):
+                send_signal(ProcessId.of(self._coordinator.peer_pid()), signum)
 
     def _on_signals(self) -> None:
         """SIGINT: stop now, SIGTERM: drain. Both through the coordinator, who tells all keepers;
@@ -179,8 +238,10 @@ class Keeper:
             if signum == signal.SIGTERM:
                 wait = self._config.drain_timeout_s + DRAIN_MARGIN_S
             self._stop_by = min(self._stop_by, time.monotonic() + wait)
-            with contextlib.suppress(ProcessLookupError):
-                send_signal(ProcessId.of(self._coordinator.peer_pid()), signum)
+            if self._coordinator is None:
+                self.gave_up_waiting, self._status = True, exit_status.OK
+                return
+            self._signal_coordinator(signum)
 
     # ------------------------------------------------------------ the worker
 
@@ -212,7 +273,8 @@ class Keeper:
         self._tell(WorkerForked(command.generation, self._worker))
 
     def _close_in_child(self) -> None:
-        self._coordinator.close()
+        if self._coordinator is not None:
+            self._coordinator.close()
         self._signal_pipe.close()
         close_all(self._parents)
         self._also_close_in_child()
@@ -233,6 +295,7 @@ class Keeper:
         self._worker, self._worker_pidfd = None, -1
         self._tell(WorkerExited(self._generation, pid, os.waitstatus_to_exitcode(status)))
 
-    def _tell(self, message: WorkerForked | WorkerExited) -> None:
-        with contextlib.suppress(ServerUnavailableError):
-            self._coordinator.send(message)  # its end is seen at the next turn
+    def _tell(self, message: KeeperMessage) -> None:
+        if self._coordinator is not None:
+            with contextlib.suppress(ServerUnavailableError):
+                self._coordinator.send(message)  # its end is seen at the next turn

@@ -34,6 +34,7 @@ from tp_runtime.launch.coordinator_process import (
     parent_process,
     shared_config,
 )
+from tp_runtime.launch.coordinator_return import CoordinatorReturn
 from tp_runtime.launch.door_exchange import DoorExchange
 from tp_runtime.launch.http_options import http_options, take_http_options
 from tp_runtime.launch.http_process import HttpProcess
@@ -66,6 +67,7 @@ class RankProcess:
         self._place = place
         self._folder = folder
         self._agent = agent
+        self._elsewhere = coordinator_elsewhere
         self._may_start = place.local_rank == 0 and not coordinator_elsewhere
         self._tells = place.local_rank == 0 and not folder.claimed
         self._started: CoordinatorProcess | None = None
@@ -126,6 +128,20 @@ class RankProcess:
             relay_signals=not self._folder.claimed,
             every_turn=lambda: self._turn(notice),
             close_in_child=self._forget_web,
+            comes_back=self._comes_back(shared),
+        )
+
+    def _comes_back(self, config: EngineConfig) -> CoordinatorReturn | None:
+        """None: the coordinator is somebody else's, or on another host."""
+        if self._place.several_hosts or self._elsewhere:
+            return None
+
+        def start() -> CoordinatorProcess:
+            self._started = CoordinatorProcess(config, self._folder, self._agent, self._place)
+            return self._started
+
+        return CoordinatorReturn(
+            config, self._folder, start if self._may_start else None, self._started
         )
 
     def _turn(self, notice: ServerNotice) -> None:

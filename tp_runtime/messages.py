@@ -455,6 +455,11 @@ class Quit(Struct, tag="quit"):
     message: str = ""
 
 
+class Pulse(Struct, tag="pulse"):
+    """To keepers and relays, about once a second or more often: silence means that the coordinator
+    is lost."""
+
+
 class WorkerForked(Struct, tag="forked"):
     generation: int
     pid: int
@@ -469,7 +474,7 @@ class WorkerExited(Struct, tag="exited"):
 
 
 KeeperMessage = KeeperHello | WorkerForked | WorkerExited
-KeeperCommand = ForkWorker | KillWorker | Quit
+KeeperCommand = ForkWorker | KillWorker | Quit | Pulse
 
 # ---------------------------------------------------------------- relay -> coordinator
 
@@ -540,10 +545,6 @@ class DropKeepers(Struct, tag="drop_keepers"):
     """End the keepers of the host with this status; others will take their place."""
 
     status: int
-
-
-class Pulse(Struct, tag="pulse"):
-    """Sent a few times a second: silence means that the coordinator is lost."""
 
 
 RelayCommand = ForkWorker | KillWorker | AllocateKV | PublishPlan | DropKeepers | Quit | Pulse

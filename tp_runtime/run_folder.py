@@ -9,6 +9,7 @@ that a reused pid is never taken for it. In it:
     client.sock       coordinator listens, unless --listen names another address
     config.json       the EngineConfig all processes share, written by the first keeper
     coordinator.json  who the coordinator is, written by the keeper that started it
+    starts.json       how many coordinators there have been
     server.json       address and model; written by the coordinator after it has bound its sockets
     http.json         URL of the HTTP server, if there is one; written by who bound its socket
     status.json       what the server is doing now, for whoever waits for it
@@ -86,6 +87,12 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 class HttpAddress(msgspec.Struct, frozen=True):
     url: str
+
+
+class Starts(msgspec.Struct, frozen=True):
+    """How many coordinators were started in this folder, one after the other."""
+
+    coordinators: int
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -176,6 +183,13 @@ class RunFolder:
 
     def read_door(self) -> DoorKey | None:
         return self._read("door.json", DoorKey)
+
+    def count_coordinator(self) -> int:
+        """Call it when another coordinator is started here; the first one is 1."""
+        before = self._read("starts.json", Starts)
+        number = 1 if before is None else before.coordinators + 1
+        self._write("starts.json", Starts(number))
+        return number
 
     def write_server(self, info: ServerInfo) -> None:
         """Publish the address; call it after the sockets are bound."""

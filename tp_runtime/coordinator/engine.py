@@ -22,6 +22,7 @@ from tp_runtime.coordinator.inbox import Inbox
 from tp_runtime.coordinator.limits import SchedulerLimits
 from tp_runtime.coordinator.load_log import LoadLog
 from tp_runtime.coordinator.metrics import Metrics
+from tp_runtime.coordinator.poison import Quarantine
 from tp_runtime.coordinator.request_table import RequestTable
 from tp_runtime.coordinator.scheduler import Scheduler
 from tp_runtime.coordinator.sequence import SequenceUpdate
@@ -93,6 +94,7 @@ class Engine:
         self._status: int | None = None
         self.scheduler: Scheduler | None = None
         self.requests = RequestTable(frontend.texts, config.max_num_queued_requests)
+        self._quarantine = Quarantine(self.requests, config.run_ahead, config.restart_window_s)
         self.group = WorkerGroup(config, doors, self._loop, self)
         self._loop.watch(inbox.fileno(), self._from_inbox)
         self._loop.watch(launcher_pidfd, self._launcher_gone)
@@ -132,6 +134,7 @@ class Engine:
             self._next_activity = now + ACTIVITY_S
             self._state.change(activity=self._activity.snapshot(self.group.rank_statuses()))
         if self.scheduler is not None:
+            self._quarantine.progress(self.scheduler)
             stats = self.scheduler.stats()
             self._state.take_stats(stats, self.group.restarts, self.metrics)
             if self._log is not None:
@@ -186,6 +189,7 @@ class Engine:
                 self._fresh.append(updates)
             if record is not None:
                 self._observe(record, self._published.popleft(), received)
+        self._quarantine.progress(scheduler)
 
     def _hand_over(self) -> None:
         """What the last answers brought goes to the text threads, after the plans that waited for
@@ -256,6 +260,10 @@ class Engine:
         self._published.clear()
         if self.scheduler is not None:
             self._say("recovering", "workers are being replaced")
+
+    def on_all_killed(self, cause: Failure) -> None:
+        if self.scheduler is not None and self._quarantine.crashed(self.scheduler, cause):
+            self.group.forgive()
 
     def on_progress(self, text: str) -> None:
         self._say("starting" if self.scheduler is None else "recovering", text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tp_runtime.coordinator.host import Host
 from tp_runtime.coordinator.host_memory import HostMemory
@@ -26,6 +27,13 @@ class WorkerPlace:
     ready: bool = False
     exit_status: int | None = None
     progress: str = ""
+
+    def is_stopped(self) -> bool:
+        """Whether the process was stopped by a signal. For ranks of this host."""
+        try:
+            return "\nState:\tT" in Path(f"/proc/{self.pid}/status").read_text()
+        except OSError:
+            return False
 
 
 class PlanBroadcast:

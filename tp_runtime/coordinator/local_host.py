@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import signal
 import socket
+import time
 
 from tp_runtime.coordinator.host import HostEvents
 from tp_runtime.coordinator.host_memory import HostMemory
@@ -21,6 +24,7 @@ from tp_runtime.messages import (
     KeeperHello,
     KeeperMessage,
     KillWorker,
+    Pulse,
     Quit,
     WorkerExited,
     WorkerForked,
@@ -30,6 +34,8 @@ from tp_runtime.transport.heartbeat import Beat, Phase
 from tp_runtime.transport.loop_socket import Watcher
 
 logger = logging.getLogger(__name__)
+
+PULSE_S = 1.0
 
 
 class LocalHost:
@@ -47,6 +53,7 @@ class LocalHost:
         self.ranks = ranks
         self.name = socket.gethostname()
         self.memory: HostMemory | None = None
+        self._next_pulse = 0.0
         self._world_size = world_size
         self._traced = traced
         self._listener = listener
@@ -188,6 +195,23 @@ class LocalHost:
             self._watcher.unwatch(worker.status.fileno())
         self.memory.close()
         self.memory = None
+
+    def pulse(self) -> None:
+        """Shows the keepers, once in a while, that this process is neither stopped nor stuck."""
+        now = time.monotonic()
+        if now < self._next_pulse:
+            return
+        self._next_pulse = now + PULSE_S
+        for rank in list(self._keepers):
+            with contextlib.suppress(BlockingIOError):  # a stopped keeper reads nothing
+                self._command(rank, Pulse())
+
+    def kill_keeper(self, rank: int) -> None:
+        """By the kernel, for one that does not do as told. Its end shows as an end of file."""
+        keeper = self._keepers.get(rank)
+        if keeper is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(keeper.peer_pid(), signal.SIGKILL)
 
     def drop_keepers(self, status: int) -> None:
         for rank in list(self._keepers):

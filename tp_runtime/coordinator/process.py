@@ -38,9 +38,14 @@ longer the more requests there are, so it is made rare."""
 SWITCH_INTERVAL_S = 0.0005
 """The engine thread waits so long for the interpreter at most; Python's 5 ms are many steps."""
 
+CRASHED = 70
+"""Exit status after a fault of the coordinator itself."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 stopped as asked, 1 given up (the cause is in failure.json)."""
+    """Returns the exit status: 0 stopped as asked, 1 given up (the cause is in failure.json). Does
+    not return when the coordinator itself fails while it serves; the first keeper then starts
+    another one, as after a kill."""
     parser = argparse.ArgumentParser(prog="tp_runtime.coordinator", description=__doc__)
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
     parser.add_argument("--run-dir", required=True, help="run folder of the server")
@@ -48,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--local-ranks", type=int, default=0, help="ranks of this host; 0: all")
     parser.add_argument("--relay-interface", default="", help="where other hosts' relays connect")
     parser.add_argument("--keeper-restarts", type=int, help="how often a lost keeper comes back")
+    parser.add_argument("--first-generation", type=int, default=1, help="number of workers' births")
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="tp_runtime: %(message)s", stream=sys.stderr)
     name_this_thread("engine")
@@ -61,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         door = RelayDoor(given.relay_interface, config) if given.relay_interface else None
         local_ranks = given.local_ranks or config.tensor_parallel_size
         listener: FdListener[KeeperMessage] = FdListener(folder.keepers_socket, KeeperMessage)
-        doors = Doors(listener, local_ranks, door, given.keeper_restarts)
+        doors = Doors(listener, local_ranks, door, given.keeper_restarts, given.first_generation)
         try:
             return _serve(config, folder, launcher, doors)
         finally:
@@ -73,10 +79,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except Exception as error:
         trace = traceback.format_exc()
+        if _serves(folder):
+            print(f"tp_runtime: the coordinator failed.\n{trace}", file=sys.stderr, flush=True)
+            os._exit(CRASHED)
         folder.write_failure("error", f"The coordinator failed ({error!r}).\n{trace}")
         return 1
     finally:
         folder.close()
+
+
+def _serves(folder: RunFolder) -> bool:
+    """Whether clients have been told the address of this very process."""
+    info = folder.read_server()
+    return info is not None and info.process == ProcessId.current()
+
+
+def _listen_address(config: EngineConfig, folder: RunFolder) -> str:
+    """Where clients connect: where they did before, if a coordinator of this folder has died."""
+    listen, before = config.listen or f"ipc://{folder.client_socket}", folder.read_server()
+    if before is not None and listen.startswith("tcp://") and listen.endswith(":0"):
+        return f"{listen.removesuffix('0')}{before.address.rpartition(':')[2]}"
+    return listen
 
 
 def _serve(config: EngineConfig, folder: RunFolder, launcher: int, doors: Doors) -> int:
@@ -88,8 +111,7 @@ def _serve(config: EngineConfig, folder: RunFolder, launcher: int, doors: Doors)
     has_template = tokenizer is not None and tokenizer.chat_template is not None
     state = ServerState(config, model, has_template)
     inbox = Inbox()
-    listen = config.listen or f"ipc://{folder.client_socket}"
-    frontend = Frontend(listen, tokenizer, inbox, state.info)
+    frontend = Frontend(_listen_address(config, folder), tokenizer, inbox, state.info)
     engine = Engine(config, model, inbox, frontend, state, doors, folder, launcher)
     frontend.start()
     folder.write_server(

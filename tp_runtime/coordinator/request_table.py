@@ -114,6 +114,16 @@ class RequestTable:
         if not running.samples:
             del self._running[request]
 
+    def samples(self, key: RequestKey) -> set[SeqKey]:
+        """Those of this request that have not ended."""
+        running = self._running.get(key)
+        return set() if running is None else set(running.samples)
+
+    def fail(self, key: RequestKey, error: TPRuntimeError) -> None:
+        """Ends a request with an error, if it still runs."""
+        if self._drop(key, "error"):
+            self._outlet.failed(key, error)
+
     def _stop(self, key: SeqKey) -> None:
         if self._scheduler is not None:
             self._scheduler.cancel(key, "stop")

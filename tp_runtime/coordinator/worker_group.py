@@ -14,7 +14,7 @@ from collections import deque
 from typing import NamedTuple, Protocol
 
 from tp_runtime.coordinator.activity import rank_status
-from tp_runtime.coordinator.failure import GRACE_S, Failure, Kind, report
+from tp_runtime.coordinator.failure import GRACE_S, Failure, Kind, first_cause, report
 from tp_runtime.coordinator.generation import Generation, WorkerPlace
 from tp_runtime.coordinator.handshake import CacheAgreement, Disagreement, agree
 from tp_runtime.coordinator.host import Host, RankMessage
@@ -64,6 +64,8 @@ class Doors(NamedTuple):
     relays: RelayDoor | None = None
     keeper_restarts: int | None = None
     """How often the launcher starts lost keepers again; None: not known, so it is waited for."""
+    first_generation: int = 1
+    """Not 1: there was a coordinator before, which died, and the server did work."""
 
 
 class GroupEvents(Protocol):
@@ -73,6 +75,9 @@ class GroupEvents(Protocol):
 
     def on_failed(self, failures: list[Failure]) -> None:
         """Workers are being killed; nothing of the generation can be used any more."""
+
+    def on_all_killed(self, cause: Failure) -> None:
+        """The last worker of a generation that was ready is gone; others may be forked next."""
 
     def on_progress(self, text: str) -> None: ...
 
@@ -94,7 +99,7 @@ class WorkerGroup:
         self._restarts: deque[float] = deque()
         self._keeper_restarts = doors.keeper_restarts
         self._since = time.monotonic()
-        self._number = 0
+        self._number = doors.first_generation - 1
         self._block = ""
         self.state = GroupState.WAITING_FOR_KEEPERS
         self.generation: Generation | None = None
@@ -232,10 +237,13 @@ class WorkerGroup:
         self._enter(GroupState.STOPPING)
 
     def slowest_rank(self) -> int:
-        """The rank whose heartbeat is furthest behind."""
+        """The rank whose process is stopped, or else whose heartbeat is furthest behind."""
         beats = [(host.beat(rank), rank) for rank, host in sorted(self._hosts.items())]
         if self.generation is None or not beats:
             return 0
+        for rank in self._local.ranks:
+            if self.generation.places[rank].is_stopped():
+                return rank
         return min(beats, key=lambda b: (b[0].step, b[0].phase != Phase.RUN, -b[0].age_s))[1]
 
     def rank_statuses(self) -> list[RankStatus]:
@@ -243,6 +251,14 @@ class WorkerGroup:
         places = self.generation.places if self.generation is not None else []
         hosts = self._hosts
         return [rank_status(p, hosts[p.rank]) for p in places if p.rank in hosts]
+
+    def _look_for_silence(self) -> None:
+        """A worker that waits for plans shows itself twice a second."""
+        for rank, host in self._hosts.items():
+            beat = host.beat(rank)
+            if beat.phase is Phase.IDLE and beat.age_s > self._config.step_deadline_s:
+                self.fail_hung(rank, beat.age_s)
+                return
 
     def _fail(self, failure: Failure) -> None:
         if self.state in (GroupState.KILLING, GroupState.STOPPING, GroupState.OVER):
@@ -256,10 +272,15 @@ class WorkerGroup:
         """Deadlines; called a few times a second, and more often while something is failing."""
         if self._relays is not None:
             self._relays.tick()
+        self._local.pulse()
         age = time.monotonic() - self._since
         if self.state is GroupState.FAILING and age >= GRACE_S:
             self._kill_all()
-        elif self.state is GroupState.KILLING and age >= KILL_DEADLINE_S:
+        elif self.state is GroupState.READY:
+            self._look_for_silence()
+        elif self.state is GroupState.KILLING and KILL_DEADLINE_S <= age < 2 * KILL_DEADLINE_S:
+            self._kill_keepers()
+        elif self.state is GroupState.KILLING and age >= 2 * KILL_DEADLINE_S:
             self._give_up("A killed worker does not end; its process is stuck in the kernel.")
         elif self.state is GroupState.STARTING and age >= self._config.start_timeout_s:
             self.fail_hung(self.slowest_rank(), age)
@@ -276,6 +297,12 @@ class WorkerGroup:
             host.kill(self._number)
         self._advance_killing()
 
+    def _kill_keepers(self) -> None:
+        """A keeper that does not do as told is stopped or stuck; its worker dies with it."""
+        for place in self.generation.places if self.generation is not None else ():
+            if place.exit_status is None and place.rank in self._local.ranks:
+                self._local.kill_keeper(place.rank)
+
     def _advance_killing(self) -> None:
         """Goes on when every worker that can be reached has ended."""
         generation = self.generation
@@ -288,7 +315,10 @@ class WorkerGroup:
             host.release()
         if len(self._hosts) < self.size:
             self._replace_keepers()
-        elif not self._may_restart(started):
+            return
+        if started:
+            self._events.on_all_killed(first_cause(self._failures))
+        if not self._may_restart(started):
             self._give_up(self._why_no_restart(started))
         else:
             self.restarts += 1
@@ -335,6 +365,10 @@ class WorkerGroup:
         self._enter(GroupState.OVER)
         self._block = report(self._failures, consequence)
         self._events.on_over(self._block)
+
+    def forgive(self) -> None:
+        """What made the workers fail is known and gone; earlier restarts do not count."""
+        self._restarts.clear()
 
     def quit(self, status: int, message: str = "") -> None:
         """End every keeper (and with it its worker) with this exit status."""

@@ -1,0 +1,125 @@
+"""Plants faults in the workers of a test's server; no shipped code knows of it.
+
+Loaded into every process of the server through `sitecustomize` on PYTHONPATH. A fault is a file in
+the folder that the variable names: `<rank>.<phase>` with the action as its text. The worker that
+finds it takes it away, leaves the time in `<rank>.<phase>.done` and does as told; so a fault
+happens once. The file `poison` ("<rank> <token id> <action>") stays: every prefill with this token
+meets it.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+VARIABLE = "TP_RUNTIME_TEST_FAULTS"
+
+
+def plant(rank: int | str, phase: str) -> None:
+    """Do what is planned for this rank in this phase, if anything."""
+    file = Path(os.environ[VARIABLE]) / f"{rank}.{phase}"
+    try:
+        action = file.read_text()
+        file.unlink()
+    except FileNotFoundError:
+        return
+    act(action, file.with_name(f"{file.name}.done"))
+
+
+def act(action: str, done: Path) -> None:
+    done.write_text(repr(time.monotonic()))
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif action == "abort":
+        os.abort()
+    elif action == "exit":
+        os._exit(0)
+    elif action == "raise":
+        raise RuntimeError("a planted failure")
+
+
+def poison(rank: int, plan: Any) -> None:
+    """Do as `poison` says when a chunk of the plan holds its token."""
+    file = Path(os.environ[VARIABLE]) / "poison"
+    try:
+        victim, token, action = file.read_text().split()
+    except (FileNotFoundError, ValueError):
+        return
+    if rank == int(victim):
+        from tp_runtime.messages import unpack_ids
+
+        if any(int(token) in unpack_ids(chunk.token_ids) for chunk in plan.chunks):
+            act(action, file.with_name("poison.done"))
+
+
+def change_runner(module: Any) -> None:
+    original = module.Runner.step
+
+    def step(self: Any, plan: Any) -> Any:
+        rank = self.group.rank
+        plant(rank, "prefill" if plan.chunks else "decode")
+        poison(rank, plan)
+        return original(self, plan)
+
+    module.Runner.step = step
+
+
+def change_worker(module: Any) -> None:
+    original = module.Worker.enter
+
+    def enter(self: Any, phase: Any, step: int = 0) -> None:
+        original(self, phase, step)
+        plant(self.rank, phase.name.lower())
+
+    module.Worker.enter = enter
+
+
+def change_engine(module: Any) -> None:
+    original = module.Engine._tick
+
+    def tick(self: Any, now: float) -> None:
+        plant("coordinator", "tick")
+        original(self, now)
+
+    module.Engine._tick = tick
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "tp_runtime.workers.runner": change_runner,
+    "tp_runtime.workers.worker": change_worker,
+    "tp_runtime.coordinator.engine": change_engine,
+}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Lets the others find these modules and changes them once they are loaded."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        change = CHANGES.pop(name, None)
+        if change is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            load(module)
+            change(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if VARIABLE in os.environ:
+    sys.meta_path.insert(0, _Finder())
