@@ -60,6 +60,7 @@ class CoordinatorReturn:
         if self._start is not None and (self._started is None or self._started.ended() is not None):
             self._note_restart(time.monotonic())
             try:
+                self._folder.write_status("recovering", "the coordinator is started again")
                 self._started = self._start()
             except OSError as error:
                 raise ServerUnavailableError(f"No coordinator can be started: {error}.") from error

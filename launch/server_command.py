@@ -36,6 +36,8 @@ KEEPER_RESTARTS = 3
 """How often torch's elastic agent replaces the keepers after one was lost."""
 FAILURE_GRACE_S = 1.0
 """How long a failed server may take to end by itself."""
+READ_S = 0.3
+"""Clients on this machine read in the run folder why the server ended; then it is removed."""
 _TURN_S = 0.1
 
 
@@ -184,4 +186,5 @@ def _result(folder: RunFolder, told_by_owner: bool) -> int:
         return exit_status.OK
     if not told_by_owner:
         print_failure(failure.message)
+        time.sleep(READ_S)
     return exit_status.FAILED

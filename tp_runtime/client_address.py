@@ -56,6 +56,6 @@ def find_home(address: str) -> RunFolder | None:
 
 
 def is_over(home: RunFolder) -> bool:
-    """Whether the server of this folder will not come back: it has put away what announced it, or
-    the process that would start its coordinator again is gone."""
-    return home.read_server() is None or not home.owner_alive()
+    """Whether the server of this folder will not come back: it has left word why, or put away what
+    announced it, or the process that would start its coordinator again is gone."""
+    return home.read_failure() is not None or home.read_server() is None or not home.owner_alive()

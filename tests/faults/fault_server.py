@@ -81,6 +81,10 @@ class FaultServer:
         wait_for(lambda: self.state() == "ready", seconds)
         return Recovery(detected - when, time.monotonic() - when)
 
+    def wait_ready(self, seconds: float = 60) -> None:
+        """Until a living coordinator says so."""
+        wait_for(lambda: self.coordinator.alive() and self.state() == "ready", seconds)
+
     def state(self) -> str:
         status = self.folder.read_status()
         return status.state if status is not None else ""

@@ -29,7 +29,9 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(tiny, tmp_path_factory):
-    with fault_server(tmp_path_factory.mktemp("server"), *serve(tiny)) as server:
+    with fault_server(
+        tmp_path_factory.mktemp("server"), *serve(tiny, "--step-deadline", "3")
+    ) as server:
         yield server
 
 
@@ -150,7 +152,7 @@ def test_the_next_coordinator_has_the_same_address_new_workers_and_no_failure(se
 
 
 def test_without_reconnection_the_error_comes_within_a_second(server):
-    wait_for(lambda: server.state() == "ready", 60)
+    server.wait_ready()
     with Client(server.address, reconnect=False) as client:
         stream = client.generate(PROMPT, params({"max_tokens": 200}), stream=True)
         next(stream)
@@ -162,7 +164,7 @@ def test_without_reconnection_the_error_comes_within_a_second(server):
 
 
 def test_a_fault_of_the_coordinator_itself_is_no_end(server):
-    wait_for(lambda: server.state() == "ready", 60)
+    server.wait_ready()
     with Client(server.address) as client:
         wanted = client.generate(PROMPT, params({})).token_ids
         stream = client.generate(PROMPT, params({}), stream=True)
@@ -174,7 +176,7 @@ def test_a_fault_of_the_coordinator_itself_is_no_end(server):
 
 @pytest.mark.faults
 def test_a_stopped_coordinator_is_replaced(server):
-    wait_for(lambda: server.state() == "ready", 60)
+    server.wait_ready()
     with Client(server.address) as client:
         wanted = client.generate(PROMPT, params({})).token_ids
         stream = client.generate(PROMPT, params({}), stream=True)
@@ -184,9 +186,10 @@ def test_a_stopped_coordinator_is_replaced(server):
         assert stream.output.token_ids == wanted
 
 
+@pytest.mark.faults
 def test_llm_goes_on_too(tiny):
     with LLM(tiny, device="cpu", max_model_len=256, num_kv_blocks=64) as llm:
-        wanted = llm.generate(PROMPT, params({})).token_ids
+        wanted = llm.client.generate(PROMPT, params({})).token_ids
         pending = llm.client.submit(PROMPT, params({"max_tokens": 200}))
         wait_for(lambda: pending.num_tokens > 0, 20)
         before = llm._server.folder.read_coordinator()
