@@ -17,6 +17,9 @@ from tp_runtime.messages import FRAME_HEADER, PROTOCOL_VERSION, ServerMessage
 
 _HEARTBEAT_MS = 2_000
 _HEARTBEAT_TIMEOUT_MS = 15_000
+_NEVER_MS = 86_400_000
+"""Until libzmq itself reconnects. -1 (never) would drop what the server said just before its end:
+libzmq then removes the connection together with messages that were received and not yet read."""
 _LOST = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -36,7 +39,7 @@ class ClientLink:
         self.opened = self.heard = time.monotonic()
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
         self.socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the calls that the user makes
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)

@@ -163,10 +163,13 @@ class WorkerGroup:
         self._lost(rank, Kind.KEEPER_LOST, "its keeper process is gone")
 
     def on_host_lost(self, host: Host, why: str) -> None:
-        """Every keeper and worker there counts as dead."""
+        """Every keeper and worker there counts as dead; some may have been reported lost before,
+        and this is why."""
+        present = any(self._hosts.get(rank) is host for rank in host.ranks)
+        if not present and self.state is GroupState.WAITING_FOR_KEEPERS:
+            return
         for rank in host.ranks:
-            if self._hosts.get(rank) is host:
-                self._lost(rank, Kind.HOST_LOST, f"its host {host.name} is lost: {why}")
+            self._lost(rank, Kind.HOST_LOST, f"its host {host.name} is lost: {why}")
 
     def _lost(self, rank: int, kind: Kind, error: str) -> None:
         phase, step = self._progress_of(rank)

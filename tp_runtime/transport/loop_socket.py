@@ -16,6 +16,10 @@ from typing import Protocol
 
 import zmq
 
+_NEVER_MS = 86_400_000
+"""Until libzmq itself reconnects, which nobody waits for. -1 (never) would drop what the peer said
+just before its end: the connection then goes together with what was received and not yet read."""
+
 
 class Watcher(Protocol):
     """Calls back on its own thread when a descriptor is readable."""
@@ -36,7 +40,7 @@ class LoopSocket:
             (zmq.SNDHWM, 0),
             (zmq.RCVHWM, 0),
             (zmq.LINGER, 0),
-            (zmq.RECONNECT_IVL, -1),
+            (zmq.RECONNECT_IVL, _NEVER_MS),
             (zmq.HEARTBEAT_IVL, int(heartbeat_s * 1000 / 3)),
             (zmq.HEARTBEAT_TIMEOUT, int(heartbeat_s * 1000)),
         ):
