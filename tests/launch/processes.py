@@ -86,18 +86,17 @@ class Program:
         self.watch()
         self.process.send_signal(signum)
 
-    def left(self) -> list[str]:
-        return [command_of(process) for process in self.seen if process.alive()]
+    def left(self, but: int = 0) -> list[str]:
+        return [command_of(p) for p in self.seen if p.pid != but and p.alive()]
 
     def assert_all_gone(self, seconds: float = 2.0, *, but_torchrun: bool = False) -> None:
         """No process and no run folder of this program is left within `seconds`.
 
         `but_torchrun`: the program itself is torchrun, and takes its own time after a signal."""
         deadline = time.monotonic() + seconds
-        while len(self.left()) > int(but_torchrun and self.process.poll() is None):
+        while self.left(but=self.process.pid) or (self.process.poll() is None and not but_torchrun):
             assert time.monotonic() < deadline, f"left after {seconds} s: {self.left()}"
             time.sleep(0.02)
-        self.process.poll()
         assert self.folders() == [], [list(f.path.iterdir()) for f in self.folders()]
 
     def workers(self) -> set[ProcessId]:
