@@ -21,7 +21,7 @@ def _rotate_head(x_ptr, y_ptr, table_ptr, HALF: tl.constexpr, HEAD: tl.constexpr
     x2 = tl.load(x_ptr + HALF + lane, mask=inside, other=0.0)
     dtype = x1.dtype
     # Products of two narrow floats are exact in float32, so one cast rounds them as the narrow
-    # multiplication would; the casts also keep the compiler from fusing product and sum.
+    # multiplication would.
     cos = tl.load(table_ptr + lane, mask=inside, other=0.0).to(dtype).to(tl.float32)
     sin = tl.load(table_ptr + HALF + lane, mask=inside, other=0.0).to(dtype).to(tl.float32)
     wide1 = x1.to(tl.float32)
@@ -98,5 +98,6 @@ def rotate(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Te
         HEAD=size,
         BLOCK=triton.next_power_of_2(half),
         num_warps=1,
+        enable_fp_fusion=False,  # products are rounded before they are added
     )
     return q_out, k_out

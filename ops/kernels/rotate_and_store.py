@@ -177,5 +177,6 @@ def rotate_and_store(
         REST=triton.next_power_of_2(max(1, size - 2 * half)),
         WHOLE=triton.next_power_of_2(size),
         num_warps=1,
+        enable_fp_fusion=False,  # products are rounded before they are added
     )
     return q_out, k_out

@@ -16,7 +16,12 @@ def test_equals_the_reference_with_any_row_stride(
     device: torch.device, dtype: torch.dtype, size: int
 ) -> None:
     x = (4 * torch.randn(3, 2 * size + 3, device=device)).to(dtype)[:, 1 : 2 * size + 1]
-    assert_close(silu_and_mul(x), silu_and_mul_reference(x))
+    got, want = silu_and_mul(x), silu_and_mul_reference(x)
+    if device.type == "cuda" and dtype == torch.float16:
+        # A last bit of the fast exponential can move both roundings, of silu and of the product.
+        torch.testing.assert_close(got, want, rtol=2**-9, atol=1e-6)
+    else:
+        assert_close(got, want)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's NumPy
