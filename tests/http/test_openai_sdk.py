@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import openai
 import pytest
 
 from tests.http.api_server import wait_healthy
-from tests.launch.processes import SMALL, TP_RUNTIME, Program, program
+from tests.launch.processes import ROOT, SMALL, TORCHRUN, TP_RUNTIME, Program, program
 from tests.tiny_models import make_tiny
 from tp_runtime import Client
 from tp_runtime.launch import exit_status
@@ -152,6 +153,15 @@ def test_errors_are_the_sdks_own_types(sdk):
         sdk.chat.completions.create(model="tiny", messages=HELLO, tools=[tool])
 
 
+@pytest.mark.parametrize("number", range(4))
+def test_examples_of_the_api_page_run_as_printed(url, number, capsys):
+    text = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 4
+    exec(compile(blocks[number].replace("http://127.0.0.1:8000", url), "http-api.md", "exec"), {})
+    assert capsys.readouterr().out.strip()
+
+
 def test_leaving_a_stream_frees_its_place(sdk, own):
     with sdk.chat.completions.create(
         model="tiny", messages=HELLO, max_tokens=200, stream=True, extra_body={"ignore_eos": True}
@@ -230,3 +240,17 @@ def test_sigterm_drains_http_streams_and_leaves_nothing(server, url):
         assert chunks[-1].choices[0].finish_reason == "length"
     assert server.wait() == exit_status.OK
     server.assert_all_gone()
+
+
+def test_under_torchrun_the_first_keeper_serves_http(tiny, tmp_path):
+    command = (*TORCHRUN, "-m", "tp_runtime.launch.serve", tiny, *SMALL, "--http", "--port", "0")
+    with program(tmp_path / "out", *command) as running:
+        running.wait_ready(120)
+        url = running.folders()[0].read_http()
+        with httpx.Client(base_url=url, timeout=30) as http:
+            wait_healthy(http)
+            assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+        assert http_process(running).alive()
+        running.signal(signal.SIGINT)
+        running.wait()
+        running.assert_all_gone()

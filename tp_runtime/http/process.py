@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--watch-pid", type=int, required=True, help="end with this process")
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="tp_runtime: %(message)s", stream=sys.stderr)
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of every broken request
     try:
         watched = os.pidfd_open(given.watch_pid)
     except ProcessLookupError:
