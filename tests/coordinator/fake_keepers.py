@@ -21,6 +21,7 @@ from tp_runtime.messages import (
     KeeperHello,
     KeeperMessage,
     KillWorker,
+    Pulse,
     WorkerExited,
     WorkerFailed,
     WorkerForked,
@@ -37,6 +38,7 @@ class Recorder:
     def __init__(self) -> None:
         self.agreements: list[CacheAgreement] = []
         self.failures: list[list[Failure]] = []
+        self.causes: list[Failure] = []
         self.progress: list[str] = []
         self.block = ""
 
@@ -45,6 +47,9 @@ class Recorder:
 
     def on_failed(self, failures: list[Failure]) -> None:
         self.failures.append(failures)
+
+    def on_all_killed(self, cause: Failure) -> None:
+        self.causes.append(cause)
 
     def on_progress(self, text: str) -> None:
         self.progress.append(text)
@@ -72,6 +77,8 @@ class FakeKeeper:
     def next(self) -> KeeperCommand | None:
         """The next command, obeyed as far as descriptors go."""
         received = self.socket.receive()
+        while received is not None and isinstance(received[0], Pulse):
+            received = self.socket.receive()
         if received is None:
             return None
         command, fds = received

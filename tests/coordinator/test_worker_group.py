@@ -192,9 +192,13 @@ def test_a_worker_that_cannot_be_killed_does_not_hold_the_server(make, monkeypat
     monkeypatch.setattr(worker_group, "KILL_DEADLINE_S", 0.2)
     under = make()
     under.start()
+    killed: set[int] = set()
+    monkeypatch.setattr(under.group._local, "kill_keeper", killed.add)  # its keeper may be stopped
     under.group.fail_hung(1, 5.0)
     under.expect(KillWorker)
+    under.keepers[0].exit(-9)
     under.until(lambda: under.group.state is GroupState.OVER)
+    assert killed == {1}
     assert "stuck in the kernel" in under.events.block
 
 

@@ -206,6 +206,7 @@ class Relay:
         stalled, self._ticked = now - self._ticked > STALL_S, now
         self._receive_all()
         self._look_at_connection()
+        self._host.pulse()
         if stalled:
             self._heard = now
         if now - self._heard > PATIENCE_S:
