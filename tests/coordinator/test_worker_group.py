@@ -240,3 +240,13 @@ def test_the_slowest_rank_is_the_one_furthest_behind(make):
     ):
         keeper.beat(step, phase)
     assert under.group.slowest_rank() == 2
+
+
+def test_what_failed_just_before_the_end_is_told_as_its_reason(make):
+    under = make()
+    under.start()
+    under.keepers[1].exit(-9)
+    under.until(lambda: bool(under.events.failures))
+    under.group.end_failing()
+    assert "Rank 1: killed by SIGKILL" in under.events.block
+    assert "its launcher is gone" in under.events.block

@@ -277,6 +277,7 @@ class Engine:
 
     def _launcher_gone(self) -> None:
         self._status = 1
+        self.group.end_failing()
 
     def _on_signals(self) -> None:
         for signum in self._signals.take():
@@ -297,6 +298,9 @@ class Engine:
     def _stop_workers(self) -> None:
         """In order: the workers leave their loop, then the keepers go."""
         self._draining_since = None
+        self.group.end_failing()
+        if self._status is not None:
+            return
         generation, scheduler = self.group.generation, self.scheduler
         if generation is not None and scheduler is not None:
             stop = Stop(generation.number, scheduler.next_step)

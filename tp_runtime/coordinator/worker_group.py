@@ -350,16 +350,21 @@ class WorkerGroup:
     def _replace_keepers(self) -> None:
         """A keeper cannot be forked from here; only the launcher can start one. The others are
         ended at once so that the launcher, if it has restarts left, starts the whole group."""
+        if self._keeper_restarts == 0:
+            self._give_up("the server ends; torchrun has no restarts left (--max-restarts).")
+            return
         if self._keeper_restarts is not None:
-            if self._keeper_restarts <= 0:
-                self._give_up("the server ends; torchrun has no restarts left (--max-restarts).")
-                return
             self._keeper_restarts -= 1
         self._tell("the launcher is to start all ranks again; requests wait.")
         for host in self._all_hosts:
             host.drop_keepers(1)
         self._hosts.clear()
         self._enter(GroupState.WAITING_FOR_KEEPERS)
+
+    def end_failing(self) -> None:
+        """The server is to end, and if workers are failing right now that is told as the reason."""
+        if self.state in (GroupState.FAILING, GroupState.KILLING):
+            self._give_up("the server ends; it was told to stop, or its launcher is gone.")
 
     def _tell(self, consequence: str) -> None:
         logger.error("%s", report(self._failures, consequence))
