@@ -70,9 +70,12 @@ def test_a_killed_http_process_is_started_again_at_the_same_port(tmp_path, capfd
         first = process_of(api.process)
         os.kill(first.pid, signal.SIGKILL)
         wait_until(lambda: not first.alive())
-        wait_until(
-            lambda: api.process.turn() or process_of_or_none(api.process) not in (None, first)
-        )
+
+        def is_back() -> bool:
+            api.process.turn()
+            return process_of_or_none(api.process) not in (None, first)
+
+        wait_until(is_back)
         with httpx.Client(base_url=api.url, timeout=20) as http:  # the old connection is gone
             wait_healthy(http)
             assert http.post("/v1/chat/completions", json=CHAT).status_code == 200

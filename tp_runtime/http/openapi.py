@@ -64,7 +64,7 @@ def _operation(summary: str) -> dict[str, Any]:
         status: {"description": "See the message.", "content": {"application/json": error}}
         for status in _ERRORS
     }
-    found = {"application/json": {}, "text/event-stream": {}}
+    found: dict[str, Any] = {"application/json": {}, "text/event-stream": {}}
     responses["200"] = {"description": "The answer.", "content": found}
     return {"summary": summary, "responses": responses}
 
