@@ -18,6 +18,7 @@ from tp_runtime.run_folder import ProcessId, RunFolder
 
 FLAGS = (*SMALL, "--max-worker-restarts", "1000")
 POLL_S = 0.002
+FAULTS = "faults"
 
 
 @dataclass
@@ -31,9 +32,10 @@ class Recovery:
 class FaultServer:
     """A started server, its run folder, and its processes by their part in it."""
 
-    def __init__(self, program: Program, faults: Path) -> None:
+    def __init__(self, program: Program, folder: Path) -> None:
         self.program = program
-        self.faults = faults
+        self.program_folder = folder
+        self.faults = folder / FAULTS
         self.address = program.wait_ready(150).address
         self.folder: RunFolder = program.folders()[0]
 
@@ -60,12 +62,7 @@ class FaultServer:
 
     def plan(self, rank: int | str, phase: str, action: str) -> Callable[[], float | None]:
         """Plants a fault; the function says when it happened (`time.monotonic()`), or None."""
-        done = self.faults / f"{rank}.{phase}.done"
-        done.unlink(missing_ok=True)
-        temporary = self.faults / "new"
-        temporary.write_text(action)
-        os.replace(temporary, self.faults / f"{rank}.{phase}")
-        return lambda: float(done.read_text() or 0) or None if done.exists() else None
+        return plan_fault(self.program_folder, rank, phase, action)
 
     def send(self, process: ProcessId, action: str) -> Callable[[], float | None]:
         """The same for a signal from outside, at once."""
@@ -76,9 +73,9 @@ class FaultServer:
     def watch_recovery(self, happened: Callable[[], float | None], seconds: float = 40) -> Recovery:
         """Waits for the fault, its detection, and the server being ready again."""
         when = wait_for(happened, seconds)
-        wait_for(lambda: self.state() != "ready", seconds)
+        wait_for(lambda: self.state() not in ("ready", "draining"), seconds)
         detected = time.monotonic()
-        wait_for(lambda: self.state() == "ready", seconds)
+        wait_for(lambda: self.state() in ("ready", "draining"), seconds)
         return Recovery(detected - when, time.monotonic() - when)
 
     def wait_ready(self, seconds: float = 60) -> None:
@@ -103,10 +100,23 @@ def wait_for(condition: Callable[[], Any], seconds: float) -> Any:
     return value
 
 
+def plan_fault(
+    tmp_path: Path, rank: int | str, phase: str, action: str
+) -> Callable[[], float | None]:
+    """See `FaultServer.plan`; for a program that was started with `planted_program`."""
+    faults = tmp_path / FAULTS
+    done = faults / f"{rank}.{phase}.done"
+    done.unlink(missing_ok=True)
+    temporary = faults / "new"
+    temporary.write_text(action)
+    os.replace(temporary, faults / f"{rank}.{phase}")
+    return lambda: float(done.read_text() or 0) or None if done.exists() else None
+
+
 @contextmanager
-def fault_server(tmp_path: Path, *command: str, **variables: str) -> Iterator[FaultServer]:
+def planted_program(tmp_path: Path, *command: str, **variables: str) -> Iterator[Program]:
     """Runs `command` with faults that can be planted; all of it is gone when the block ends."""
-    faults, site = tmp_path / "faults", tmp_path / "site"
+    faults, site = tmp_path / FAULTS, tmp_path / "site"
     faults.mkdir()
     site.mkdir()
     (site / "sitecustomize.py").write_text("import tests.faults.planted\n")
@@ -115,9 +125,19 @@ def fault_server(tmp_path: Path, *command: str, **variables: str) -> Iterator[Fa
         *command,
         PYTHONPATH=os.pathsep.join([str(site), str(ROOT)]),
         **{planted.VARIABLE: str(faults)},
+        # Threads of other tests' workers want the cores too; waiting for one's own must not spin.
+        OMP_WAIT_POLICY="PASSIVE",
+        GOMP_SPINCOUNT="0",
         **variables,
     ) as started:
-        yield FaultServer(started, faults)
+        yield started
+
+
+@contextmanager
+def fault_server(tmp_path: Path, *command: str, **variables: str) -> Iterator[FaultServer]:
+    """The same for a server, when it is ready."""
+    with planted_program(tmp_path, *command, **variables) as started:
+        yield FaultServer(started, tmp_path)
 
 
 def serve(model: str, *flags: str, ranks: int = 2) -> tuple[str, ...]:

@@ -4,9 +4,12 @@ All requests are under way when it dies, one or more for every kind of sampling 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ MAX_TOKENS = 110
 KILL_AFTER = 8
 """Tokens that each request has when the coordinator dies."""
 PROMPT = [5, 6, 7, 8]
+FLAGS = ("--step-deadline", "3", "--http", "--port", "0")
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +33,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(tiny, tmp_path_factory):
-    with fault_server(
-        tmp_path_factory.mktemp("server"), *serve(tiny, "--step-deadline", "3")
-    ) as server:
+    with fault_server(tmp_path_factory.mktemp("server"), *serve(tiny, *FLAGS)) as server:
         yield server
 
 
@@ -49,7 +51,9 @@ def sampling_cases(greedy: RequestOutput) -> dict[str, dict[str, Any]]:
             "temperature": 1.0, "seed": 5, "presence_penalty": 0.7, "frequency_penalty": 0.3,
         },
         "logit bias": {"temperature": 1.0, "seed": 6, "logit_bias": {ids[3]: -5.0, 60: 3.0}},
-        "min_tokens": {"min_tokens": 50, "stop_token_ids": [ids[20], ids[70], ids[90]]},
+        "min_tokens": {
+            "temperature": 1.0, "seed": 9, "min_tokens": 50, "stop_token_ids": sorted(set(ids)),
+        },
         "stop string": {"stop": [text[70:74]], "include_stop_str_in_output": True},
         "text held back": {"stop": [text[3:100] + "#"]},
         "logprobs": {"logprobs": 3, "temperature": 1.0, "seed": 7},
@@ -149,6 +153,35 @@ def test_the_next_coordinator_has_the_same_address_new_workers_and_no_failure(se
     assert server.folder.read_failure() is None
     assert not any(worker.alive() for worker in workers)
     assert len(server.workers()) == 2
+
+
+def http_stream(server: FaultServer) -> Iterator[str]:
+    """Pieces of text as an HTTP client gets them; the last line must say that it is whole."""
+    fields = {"prompt": PROMPT, "temperature": 0, "max_tokens": MAX_TOKENS, "ignore_eos": True}
+    with urllib.request.urlopen(f"{server.folder.read_http()}/v1/models", timeout=30) as answer:
+        fields["model"] = json.load(answer)["data"][0]["id"]
+    request = urllib.request.Request(
+        f"{server.folder.read_http()}/v1/completions",
+        json.dumps({**fields, "stream": True}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as lines:
+        for line in lines:
+            if line.strip() == b"data: [DONE]":
+                return
+            if line.startswith(b"data: "):
+                yield json.loads(line.removeprefix(b"data: "))["choices"][0]["text"]
+    raise AssertionError("the stream was cut off")
+
+
+def test_a_stream_over_http_goes_on_too(server):
+    server.wait_ready()
+    wanted = "".join(http_stream(server))
+    stream = http_stream(server)
+    text = "".join(next(stream) for _ in range(5))
+    os.kill(server.coordinator.pid, signal.SIGKILL)
+    assert text + "".join(stream) == wanted
+    assert len(wanted) > MAX_TOKENS / 2
 
 
 def test_without_reconnection_the_error_comes_within_a_second(server):

@@ -15,6 +15,7 @@ from tests.launch.processes import SMALL, TORCHRUN, TP_RUNTIME, program
 from tests.tiny_models import make_tiny
 from tp_runtime import Client
 from tp_runtime.errors import TPRuntimeError
+from tp_runtime.launch import exit_status
 from tp_runtime.run_folder import list_servers, run_root
 
 pytestmark = pytest.mark.faults
@@ -46,6 +47,21 @@ def test_keepers_that_die_or_hang_cost_no_token(tiny, tmp_path, fault_table):
         lost = tokens_lost(load.finish(), undisturbed)
         assert lost == 0
         fault_table.add("keeper 0", "decode", "stop, then worker 1 killed", recovery, lost)
+
+
+def test_a_worker_that_dies_while_the_server_drains_costs_no_token(tiny, tmp_path, fault_table):
+    with fault_server(tmp_path, *serve(tiny)) as server, Client(server.address) as client:
+        undisturbed = Load(client, max_tokens=150).finish()
+        load = Load(client, max_tokens=150)
+        load.wait_tokens(20)
+        server.program.signal(signal.SIGTERM)
+        wait_for(lambda: server.state() == "draining", 5)
+        recovery = server.watch_recovery(server.send(server.workers()[1], "kill"), 60)
+        lost = tokens_lost(load.finish(), undisturbed)
+        assert lost == 0
+        assert server.program.wait(20) == exit_status.OK
+        server.program.assert_all_gone()
+        fault_table.add("worker 1", "drain", "kill", recovery, lost)
 
 
 @pytest.mark.parametrize("victim", ["launcher", "launcher and coordinator", "torchrun"])

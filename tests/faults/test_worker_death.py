@@ -8,16 +8,33 @@ import itertools
 
 import pytest
 
-from tests.faults.fault_server import FaultServer, Load, fault_server, serve, tokens_lost
+from tests.faults.fault_server import (
+    FaultServer,
+    Load,
+    fault_server,
+    plan_fault,
+    planted_program,
+    serve,
+    tokens_lost,
+    wait_for,
+)
 from tests.tiny_models import make_tiny
 from tp_runtime import Client
+from tp_runtime.errors import WorkerFailedError
+from tp_runtime.launch import exit_status
 
 DEADLINE_S = 2.0
+START_DEADLINE_S = 60.0
 DEATHS = ("kill", "abort", "raise", "exit")
 GRID = [
     *itertools.product((0, 1), ("prefill", "decode", "idle"), (*DEATHS, "stop")),
     *itertools.product((0,), ("answer",), (*DEATHS, "stop")),
 ]
+STARTING = [
+    *itertools.product((0, 1), ("init", "load", "warm_up"), DEATHS),
+    (1, "load", "stop"),
+]
+"""Of the workers that take the place of others."""
 SHORT = [
     (1, "prefill", "kill"),
     (0, "prefill", "raise"),
@@ -34,7 +51,9 @@ SHORT = [
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     tiny = str(make_tiny("qwen3", folder / "tiny"))
-    command = serve(tiny, "--step-deadline", str(DEADLINE_S))
+    command = serve(
+        tiny, "--step-deadline", str(DEADLINE_S), "--start-timeout", str(START_DEADLINE_S)
+    )
     with fault_server(folder, *command) as server:
         yield server
 
@@ -55,6 +74,56 @@ def test_a_worker_that_fails_costs_no_token(server, undisturbed, rank, phase, ac
 def test_the_whole_grid(server, undisturbed, rank, phase, action, fault_table):
     recovery, lost = run_case(server, undisturbed, rank, phase, action)
     fault_table.add(f"worker {rank}", phase, action, recovery, lost)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("rank", "phase", "action"), STARTING)
+def test_workers_that_fail_while_they_take_over(
+    server, undisturbed, rank, phase, action, fault_table
+):
+    with Client(server.address) as client:
+        load = Load(client)
+        load.wait_tokens(20)
+        second = server.plan(rank, phase, action)
+        happened = server.send(server.workers()[0], "kill")
+        recovery = server.watch_recovery(happened, 120)
+        assert second() is not None
+        lost = tokens_lost(load.finish(), undisturbed)
+    assert lost == 0
+    assert len(server.workers()) == 2
+    fault_table.add(f"worker {rank}", f"{phase}, after a kill", action, recovery, lost)
+
+
+def test_after_too_many_restarts_come_typed_errors_and_a_status(tmp_path):
+    tiny = str(make_tiny("qwen3", tmp_path / "tiny"))
+    command = serve(tiny, "--max-worker-restarts", "1", ranks=1)
+    with fault_server(tmp_path, *command) as server, Client(server.address) as client:
+        first = Load(client)
+        first.wait_tokens(10)
+        wait_for(server.plan(0, "decode", "raise"), 20)
+        first.finish()
+        last = Load(client, max_tokens=150)
+        last.wait_tokens(10)
+        server.plan(0, "decode", "raise")
+        with pytest.raises(WorkerFailedError, match="a planted failure") as caught:
+            last.finish()
+        assert "Rank 0 failed in phase run, step" in str(caught.value)
+        assert "given up after 1 restarts within" in str(caught.value)
+        assert server.program.wait(10) == exit_status.FAILED
+        server.program.assert_all_gone()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("rank", "action"), [(1, "raise"), (0, "kill"), (1, "abort")])
+def test_a_server_that_does_not_start_says_why_once(tmp_path, rank, action):
+    tiny = str(make_tiny("qwen3", tmp_path / "tiny"))
+    with planted_program(tmp_path, *serve(tiny)) as started:
+        plan_fault(tmp_path, rank, "load", action)
+        assert started.wait(120) == exit_status.FAILED
+        assert started.text().count("---- tp_runtime: a worker failed") == 1
+        assert f"Rank {rank}" in started.text()
+        assert "the server does not start" in started.text()
+        started.assert_all_gone()
 
 
 def run_case(server: FaultServer, undisturbed, rank: int, phase: str, action: str):

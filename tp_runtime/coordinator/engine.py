@@ -242,7 +242,7 @@ class Engine:
                 )
         self._loop.watch(generation.answers.doorbell, self._from_answers)
         self._state.change(num_kv_blocks=limits.num_blocks, block_size=limits.block_size)
-        self._say("ready")
+        self._say("ready" if self._draining_since is None else "draining")
         logger.info(
             "Ready: %d ranks, attention %s, %d KV blocks of %d tokens, %d parameters.",
             self.group.size,
@@ -293,7 +293,8 @@ class Engine:
     def _drained(self, now: float) -> bool:
         since = self._draining_since
         late = since is not None and now - since > self._config.drain_timeout_s
-        return late or self.requests.idle or self.group.state is not GroupState.READY
+        # Workers that are being replaced meanwhile finish what they had begun.
+        return late or self.requests.idle or self.scheduler is None
 
     def _stop_workers(self) -> None:
         """In order: the workers leave their loop, then the keepers go."""
@@ -302,7 +303,8 @@ class Engine:
         if self._status is not None:
             return
         generation, scheduler = self.group.generation, self.scheduler
-        if generation is not None and scheduler is not None:
+        ready = self.group.state is GroupState.READY
+        if ready and generation is not None and scheduler is not None:
             stop = Stop(generation.number, scheduler.next_step)
             generation.plans.write(encode(stop), timeout_s=STOP_S)
             deadline = time.monotonic() + STOP_S
