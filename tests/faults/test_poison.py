@@ -19,7 +19,7 @@ def ask(client: Client, i: int):
     return client.submit([10 + i, 11, 12 + i % 5], timeout=120, **sampling, **FIELDS)
 
 
-@pytest.mark.parametrize("action", ["abort", "kill"])
+@pytest.mark.parametrize("action", ["abort", pytest.param("kill", marks=pytest.mark.faults)])
 def test_only_the_poisonous_request_fails(tmp_path, action):
     tiny = str(make_tiny("qwen3", tmp_path / "tiny"))
     command = (*TP_RUNTIME, "serve", tiny, "-tp", "2", *SMALL)  # three restarts, as by default
