@@ -48,7 +48,7 @@ def script(tmp_path, tiny):
     return lambda mode, *launcher: program(tmp_path / "out", *launcher, str(path), tiny, mode)
 
 
-def wait_and_count_workers(running: Program, seconds: float = 90) -> int:
+def wait_and_count_workers(running: Program, seconds: float = 150) -> int:
     """Worker processes over the whole life of the program."""
     times_seen: Counter[ProcessId] = Counter()
     deadline = time.monotonic() + seconds
