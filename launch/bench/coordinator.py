@@ -32,6 +32,9 @@ SHORT_WINDOW = 2
 """What the scheduler keeps to while a row can meet an end id."""
 _SETTLE_TOKENS = 30
 _FILL_S = 600.0
+_MEMORY_TOKENS = 400
+_LONGEST = 40_960
+"""Positions of the shape whose config is used."""
 _THREADS = ("engine", "output", "frontend", "tokenize")
 
 
@@ -50,14 +53,18 @@ class Case(NamedTuple):
             ignore_eos=self.window != SHORT_WINDOW,
         )
         for row in range(self.rows):
-            ids = [(row * 7919 + i) % 100_000 + 1 for i in range(self.context)]
-            yield Generate(f"row-{row}", params, prompt_token_ids=ids, detokenize=False)
+            yield Generate(
+                f"row-{row}", params, prompt_token_ids=self.prompt(row), detokenize=False
+            )
+
+    def prompt(self, number: int) -> list[int]:
+        return [(number * 7919 + i) % 100_000 + 1 for i in range(self.context)]
 
     @property
     def max_tokens(self) -> int:
         """More than is waited for: no row ends while it is measured."""
         fill = self.rows * self.context // _BATCHED_TOKENS
-        return fill + 2 * self.steps + 1000
+        return min(fill + 2 * self.steps + 5000, _LONGEST - self.context)
 
     def config(self, folder: Path, trace: str) -> EngineConfig:
         length = self.context + self.max_tokens
@@ -107,7 +114,10 @@ def coordinator_command(
 ) -> int:
     """Time of the coordinator alone, against workers that answer at once."""
     cases = [
-        Case(r, c, w, steps) for r in _ints(rows) for c in _ints(context) for w in _ints(window)
+        Case(r, c, w, steps)
+        for r in int_list(rows)
+        for c in int_list(context)
+        for w in int_list(window)
     ]
     measured = [measure(case) for case in cases]
     _print(measured)
@@ -148,7 +158,7 @@ def measure(case: Case) -> Measured:
 def measure_memory(rows: int, steps: int) -> float:
     """Growth in MB over so many steps in which requests end and others take their place."""
     case = Case(rows, context=512, window=SHORT_WINDOW, steps=0)
-    params = SamplingParams(max_tokens=400, ignore_eos=False)
+    params = SamplingParams(max_tokens=_MEMORY_TOKENS)
     with (
         shape_folder("qwen3-8b") as folder,
         NullServer(case.config(folder, "")) as server,
@@ -156,20 +166,18 @@ def measure_memory(rows: int, steps: int) -> float:
         stream, number = RawStream(server.address), 0
         waiting, started, at_start = rows, 0.0, 0.0
         while True:
-            requests = []
-            for _ in range(waiting):
-                ids = [(number * 7919 + i) % 100_000 + 1 for i in range(case.context)]
-                name = f"request-{number}"
-                requests.append(Generate(name, params, prompt_token_ids=ids, detokenize=False))
-                number += 1
-            stream.submit(requests)
+            stream.submit(
+                Generate(f"request-{n}", params, prompt_token_ids=case.prompt(n), detokenize=False)
+                for n in range(number, number + waiting)
+            )
+            number += waiting
             stream.pump()
             waiting = len(stream.ended)
             for name in stream.ended:
                 del stream.counts[name]
             stream.ended.clear()
-            done = stream.stats()["steps"]
-            if not started and done >= 2 * (params.max_tokens or 0):
+            done = stream.stats(wait_s=0.0)["steps"]
+            if not started and done >= min(steps, 2 * _MEMORY_TOKENS):
                 started, at_start = done, resident_bytes(server.pid)
             if started and done >= started + steps:
                 growth = (resident_bytes(server.pid) - at_start) / 1e6
@@ -210,7 +218,8 @@ def _print(measured: list[Measured]) -> None:
     print("columns are shares of a core. Goals at 256 rows: 1.0 ms a step, 0.3 with window 8.")
 
 
-def _ints(text: str) -> list[int]:
+def int_list(text: str) -> list[int]:
+    """`1,64,256` to numbers; raises click.BadParameter."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:

@@ -14,6 +14,9 @@ from tp_runtime.client_link import ClientLink
 from tp_runtime.errors import WorkerFailedError, error_from_code
 from tp_runtime.messages import Failed, Generate, GetInfo, Info, Outputs, encode
 
+_SNAPSHOT_S = 0.15
+"""The coordinator renews what it says about itself every 0.1 s."""
+
 
 class RawStream:
     """`counts`: tokens received by request id; `ended`: ids that finished since they were last
@@ -53,8 +56,11 @@ class RawStream:
             if time.monotonic() > deadline:
                 raise WorkerFailedError(f"No {tokens} tokens of every row after {timeout_s:g} s.")
 
-    def stats(self) -> dict[str, float]:
-        """The server's counters now, about a tenth of a second old."""
+    def stats(self, wait_s: float = _SNAPSHOT_S) -> dict[str, float]:
+        """The server's counters at this call or a little later; tokens are taken meanwhile."""
+        asked = time.monotonic()
+        while time.monotonic() < asked + wait_s:
+            self.pump(wait_s)
         self._infos.clear()
         self._link.send(encode(GetInfo("stats")))
         while not self._infos:

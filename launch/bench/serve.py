@@ -1,0 +1,236 @@
+"""`tp-runtime bench serve`: clients over the socket; what each of them waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, NamedTuple
+
+import click
+import msgspec
+
+from tp_runtime.async_client import AsyncClient
+from tp_runtime.launch.bench.null_server import NullServer
+from tp_runtime.launch.bench.report import percentile, print_json, print_table
+from tp_runtime.launch.bench.target import open_target, target_options
+from tp_runtime.local_server import LocalServer
+from tp_runtime.sampling_params import SamplingParams
+
+_QUEUE_BOUNDS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 5000)
+
+
+class Load(NamedTuple):
+    """`rate`: arrivals per second (Poisson); 0: `clients` that each send the next request when the
+    last has ended. `background`: rows that decode all the time, before and beside."""
+
+    requests: int
+    rate: float
+    clients: int
+    background: int
+    input_len: int
+    output_len: int
+    vocab_size: int
+    seed: int = 0
+
+    def prompt(self, number: int) -> list[int]:
+        draw = random.Random(self.seed * 1_000_003 + number)
+        return [draw.randrange(min(self.vocab_size, 10_000)) for _ in range(self.input_len)]
+
+
+class Served(NamedTuple):
+    """Seconds. `gaps`: between tokens; a chunk of k tokens is k gaps of equal length."""
+
+    first_token: float
+    queue: float
+    total: float
+    gaps: list[float]
+    tokens: int
+
+
+@click.command("serve")
+@target_options
+@click.option("--address", default="", help="A server that runs already, instead of a model.")
+@click.option("--null-workers", is_flag=True, help="No model: workers that only take time.")
+@click.option("--null-step-ms", default=5.0, show_default=True, help="Time of their steps.")
+@click.option("--num-requests", default=128, show_default=True)
+@click.option("--rate", default=0.0, help="Arrivals per second; otherwise a closed loop.")
+@click.option("--clients", default=8, show_default=True, help="Of the closed loop.")
+@click.option("--background", default=0, help="Rows that decode all the while, not measured.")
+@click.option("--input-len", default=128, show_default=True, help="Prompt tokens.")
+@click.option("--output-len", default=1024, show_default=True, help="New tokens.")
+def serve_command(
+    model: str | None,
+    address: str,
+    null_workers: bool,
+    null_step_ms: float,
+    **options: Any,
+) -> int:
+    """Time to the first token, between tokens, and in the queue, over the socket."""
+    names = ("num_requests", "rate", "clients", "background", "input_len", "output_len")
+    requests, *rest = (options.pop(name) for name in names)
+    with _server(model, address, null_step_ms if null_workers else None, options) as server:
+        conditions, where = server
+        served, seconds, info = asyncio.run(_measure(where, requests, *rest))
+    conditions |= {
+        **dict(zip(names, (requests, *rest), strict=True)),
+        "tensor_parallel_size": info.tensor_parallel_size,
+        "dtype": conditions.get("dtype", info.dtype),
+    }
+    results = summary(served, seconds)
+    _print(results)
+    _print_queue([each.queue for each in served])
+    print_json("serve", conditions, results)
+    return 0
+
+
+@contextlib.contextmanager
+def _server(
+    model: str | None, address: str, null_step_ms: float | None, options: dict[str, Any]
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """Conditions, and the address to connect to."""
+    if address:
+        yield {"server": address}, address
+        return
+    if null_step_ms is not None and not model and not options["shape"]:
+        options["shape"] = "tiny"
+    with open_target(model, options) as target:
+        if null_step_ms is not None:
+            config = msgspec.structs.replace(
+                target.config, num_kv_blocks=target.config.num_kv_blocks or 1 << 16
+            )
+            with NullServer(config, int(1000 * null_step_ms)) as null:
+                yield {"workers": "null", "step_ms": null_step_ms, "dtype": None}, null.address
+            return
+        server = LocalServer(target.config)
+        try:
+            yield target.conditions(), server.wait_ready().address
+        finally:
+            server.close()
+
+
+async def _measure(
+    address: str,
+    requests: int,
+    rate: float,
+    clients: int,
+    background: int,
+    input_len: int,
+    output_len: int,
+) -> tuple[list[Served], float, Any]:
+    async with AsyncClient(address) as client:
+        info = await client.info()
+        load = Load(requests, rate, clients, background, input_len, output_len, info.vocab_size)
+        async with _background(client, load, info.max_model_len):
+            started = time.perf_counter()
+            served = await (_open_loop if rate else _closed_loop)(client, load)
+            seconds = time.perf_counter() - started
+    return served, seconds, info
+
+
+@contextlib.asynccontextmanager
+async def _background(client: AsyncClient, load: Load, longest: int) -> AsyncIterator[None]:
+    """Rows in steady decode: they have their first tokens when this is entered."""
+    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=longest - load.input_len)
+    streams = [
+        client.generate(load.prompt(-1 - i), params, stream=True, detokenize=False)
+        for i in range(load.background)
+    ]
+    for stream in streams:
+        await anext(stream)
+    drains = [asyncio.create_task(_drain(stream)) for stream in streams]
+    try:
+        yield
+    finally:
+        for task in drains:
+            task.cancel()
+        await asyncio.gather(*drains, return_exceptions=True)
+
+
+async def _drain(stream: Any) -> None:
+    async for _ in stream:
+        pass
+
+
+async def _closed_loop(client: AsyncClient, load: Load) -> list[Served]:
+    numbers = iter(range(load.requests))
+
+    async def one_client() -> list[Served]:
+        return [await _request(client, load, number) for number in numbers]
+
+    found = await asyncio.gather(*(one_client() for _ in range(load.clients)))
+    return [served for each in found for served in each]
+
+
+async def _open_loop(client: AsyncClient, load: Load) -> list[Served]:
+    draw = random.Random(load.seed)
+    tasks = []
+    for number in range(load.requests):
+        tasks.append(asyncio.create_task(_request(client, load, number)))
+        await asyncio.sleep(draw.expovariate(load.rate))
+    return list(await asyncio.gather(*tasks))
+
+
+async def _request(client: AsyncClient, load: Load, number: int) -> Served:
+    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=load.output_len)
+    prompt = load.prompt(number)
+    started = before = time.perf_counter()
+    first, tokens = 0.0, 0
+    gaps: list[float] = []
+    stream = client.generate(prompt, params, stream=True, detokenize=False)
+    async for chunk in stream:
+        now = time.perf_counter()
+        count = len(chunk.token_ids)
+        if not tokens and count:
+            first = now - started
+        elif count:
+            gaps += [(now - before) / count] * count
+        tokens += count
+        before = now
+    queue = stream.output.timings.queue_s
+    return Served(first, queue, before - started, gaps, tokens)
+
+
+def summary(served: list[Served], seconds: float) -> dict[str, Any]:
+    """Milliseconds at 50, 95 and 99 percent, and tokens per second of all together."""
+    parts = {
+        "ttft_ms": [each.first_token for each in served],
+        "inter_token_ms": [gap for each in served for gap in each.gaps],
+        "queue_ms": [each.queue for each in served],
+        "request_ms": [each.total for each in served],
+    }
+    found: dict[str, Any] = {
+        name: {f"p{p}": 1000 * percentile(values, p) for p in (50, 95, 99)}
+        for name, values in parts.items()
+    }
+    found["queue_ms"]["max"] = 1000 * max(parts["queue_ms"], default=0.0)
+    found["requests"] = len(served)
+    found["tok_s"] = sum(each.tokens for each in served) / seconds
+    return found
+
+
+def _print(results: dict[str, Any]) -> None:
+    rows = [
+        [name.removesuffix("_ms"), *(results[name][p] for p in ("p50", "p95", "p99"))]
+        for name in ("ttft_ms", "inter_token_ms", "queue_ms", "request_ms")
+    ]
+    print_table(["ms", "p50", "p95", "p99"], rows)
+    print(f"{results['requests']} requests, {results['tok_s']:,.1f} tokens/s")
+    gap = results["inter_token_ms"]["p50"]
+    if gap:
+        steps = results["queue_ms"]["max"] / gap
+        print(f"Longest wait in the queue: {results['queue_ms']['max']:.1f} ms, {steps:.1f} steps")
+
+
+def _print_queue(queue: list[float]) -> None:
+    """How long arrivals waited before their first computation."""
+    counts = [0] * (len(_QUEUE_BOUNDS_MS) + 1)
+    for seconds in queue:
+        counts[sum(1000 * seconds > bound for bound in _QUEUE_BOUNDS_MS)] += 1
+    print("\nWait in the queue")
+    labels = [f"<= {bound} ms" for bound in _QUEUE_BOUNDS_MS] + ["more"]
+    for label, count in zip(labels, counts, strict=True):
+        if count:
+            print(f"{label:>10}  {count:6}  {'#' * max(1, 50 * count // len(queue))}")
