@@ -34,7 +34,7 @@ def throughput_command(model: str | None, num_prompts: int, to_check: int, **opt
 
     With --check N the first N prompts are compared with the eager reference before anything is
     timed; when they differ no figure is printed. It takes the place of the server's flag."""
-    forced = {"enable_prefix_caching": False}
+    forced: dict[str, Any] = {"enable_prefix_caching": False}
     if options.get("max_model_len") is None:
         forced["max_model_len"] = MAX_MODEL_LEN
     with open_target(model, options, **forced) as target:
