@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import msgspec
 
 from tp_runtime.engine_config import EngineConfig
 from tp_runtime.launch.bench.null_rank import BLOCK_SIZE
@@ -156,12 +157,13 @@ def measure(case: Case) -> Measured:
 
 
 def measure_memory(rows: int, steps: int) -> float:
-    """Growth in MB over so many steps in which requests end and others take their place."""
+    """Growth in MB over so many steps in which requests end and others take their place. It is
+    counted from when the prefix cache has filled the pool of blocks for the first time."""
     case = Case(rows, context=512, window=SHORT_WINDOW, steps=0)
     params = SamplingParams(max_tokens=_MEMORY_TOKENS)
     with (
         shape_folder("qwen3-8b") as folder,
-        NullServer(case.config(folder, "")) as server,
+        NullServer(_memory_config(case, folder)) as server,
     ):
         stream, number = RawStream(server.address), 0
         waiting, started, at_start = rows, 0.0, 0.0
@@ -176,13 +178,18 @@ def measure_memory(rows: int, steps: int) -> float:
             for name in stream.ended:
                 del stream.counts[name]
             stream.ended.clear()
-            done = stream.stats(wait_s=0.0)["steps"]
-            if not started and done >= min(steps, 2 * _MEMORY_TOKENS):
+            done = stream.stats(wait_s=0.0).get("steps", 0.0)
+            if not started and done >= min(steps, 4 * _MEMORY_TOKENS):
                 started, at_start = done, resident_bytes(server.pid)
             if started and done >= started + steps:
                 growth = (resident_bytes(server.pid) - at_start) / 1e6
                 stream.close()
                 return growth
+
+
+def _memory_config(case: Case, folder: Path) -> EngineConfig:
+    blocks = -(-(case.context + _MEMORY_TOKENS) // BLOCK_SIZE) + 2
+    return msgspec.structs.replace(case.config(folder, ""), num_kv_blocks=case.rows * blocks)
 
 
 def profile_text(case: Case, lines: int = 18) -> str:
