@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.faults.fault_server import fault_server
@@ -11,11 +13,11 @@ from tp_runtime import Client
 from tp_runtime.errors import RequestFailedError
 
 OTHERS = 63
-FIELDS = {"ignore_eos": True, "max_tokens": 30}
+FIELDS: dict[str, Any] = {"ignore_eos": True, "max_tokens": 30}
 
 
 def ask(client: Client, i: int):
-    sampling = {"temperature": 0} if i % 2 else {"temperature": 1.0, "seed": i}
+    sampling: dict[str, Any] = {"temperature": 0} if i % 2 else {"temperature": 1.0, "seed": i}
     return client.submit([10 + i, 11, 12 + i % 5], timeout=120, **sampling, **FIELDS)
 
 
