@@ -421,6 +421,8 @@ class WorkerFailed(Struct, tag="failed"):
     error: str
     """One sentence."""
     traceback: str
+    code: str = ""
+    """Of tp_runtime.errors, for an error raised on purpose."""
 
 
 WorkerStatus = WorkerLoaded | WorkerReady | WorkerProgress | WorkerFailed

@@ -199,6 +199,7 @@ class Worker:
                 step=self.step,
                 error=sentence[:4000],
                 traceback="".join(traceback.format_exception(error))[-16000:],
+                code=error.code if isinstance(error, TPRuntimeError) else "",
             )
         )
 

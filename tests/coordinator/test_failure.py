@@ -104,3 +104,10 @@ def test_the_log_is_named_where_there_is_a_file(tmp_path, monkeypatch):
     assert where_the_log_is() == str(tmp_path / "err")
     monkeypatch.setattr("os.readlink", lambda path: "/dev/pts/0")
     assert "above" in where_the_log_is()
+
+
+def test_a_refusal_is_told_in_its_own_sentence_alone() -> None:
+    """A wrong shape is the folder's fault: no block, no traceback, no advice to run the doctor."""
+    sentence = "lm_head.weight in model.safetensors: the shape must be [331, 64], not [330, 64]."
+    refused = Failure.raised(1, "load", 0, sentence, "Traceback ...", "weights")
+    assert report([refused, ECHO], "the server does not start.") == sentence

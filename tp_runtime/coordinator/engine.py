@@ -16,7 +16,7 @@ import msgspec
 
 from tp_runtime.coordinator.activity import ActivityLog
 from tp_runtime.coordinator.event_loop import EventLoop
-from tp_runtime.coordinator.failure import Failure
+from tp_runtime.coordinator.failure import Failure, first_cause
 from tp_runtime.coordinator.frontend import Frontend
 from tp_runtime.coordinator.inbox import Inbox
 from tp_runtime.coordinator.limits import SchedulerLimits
@@ -36,6 +36,7 @@ from tp_runtime.errors import (
     ServerUnavailableError,
     TPRuntimeError,
     WorkerFailedError,
+    error_from_code,
 )
 from tp_runtime.messages import Answer, Stop, encode
 from tp_runtime.model_config import ModelConfig
@@ -80,6 +81,7 @@ class Engine:
         self._folder = folder
         self._loop = EventLoop()
         self._signals = SignalPipe({signal.SIGTERM, signal.SIGINT})
+        self._failures: list[Failure] = []
         self._published: deque[int] = deque()
         """When each step under way was published, `time.monotonic_ns()`."""
         self._trace = TraceFile(config.trace, config.run_ahead) if config.trace else None
@@ -253,6 +255,7 @@ class Engine:
         )
 
     def on_failed(self, failures: list[Failure]) -> None:
+        self._failures = failures
         self._activity.failed(failures)
         generation = self.group.generation
         if generation is not None:
@@ -269,7 +272,8 @@ class Engine:
         self._say("starting" if self.scheduler is None else "recovering", text)
 
     def on_over(self, block: str) -> None:
-        error = WorkerFailedError(block)
+        code = first_cause(self._failures).code if self._failures else ""
+        error = error_from_code(code or WorkerFailedError.code, block)
         self._folder.write_failure(error.code, block)
         self._end(1, error)
 

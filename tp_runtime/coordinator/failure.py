@@ -14,6 +14,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tp_runtime.errors import ConfigError, WeightsError
+from tp_runtime.messages import WorkerFailed
+
 GRACE_S = 0.25
 """How long reports are collected after the first one. A killed rank is noticed within milliseconds;
 so are the broken collectives of its neighbours."""
@@ -48,13 +51,29 @@ class Failure:
     step: int
     error: str
     details: str = ""
+    code: str = ""
+    """Of tp_runtime.errors, for an error raised on purpose."""
     when: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def raised(cls, rank: int, phase: str, step: int, error: str, trace: str) -> Failure:
+    def raised(
+        cls, rank: int, phase: str, step: int, error: str, trace: str, code: str = ""
+    ) -> Failure:
         """An exception; one that speaks of a broken connection is probably an echo."""
-        kind = Kind.ECHO if _ECHO.search(error) else Kind.RAISED
-        return cls(kind, rank, phase, step, error, trace)
+        kind = Kind.ECHO if not code and _ECHO.search(error) else Kind.RAISED
+        return cls(kind, rank, phase, step, error, trace, code)
+
+    @classmethod
+    def reported(cls, rank: int, message: WorkerFailed) -> Failure:
+        """What a worker said before its end."""
+        return cls.raised(
+            rank, message.phase, message.step, message.error, message.traceback, message.code
+        )
+
+    @property
+    def refused(self) -> bool:
+        """A model folder or setting that cannot work: the sentence says all there is to say."""
+        return self.code in (ConfigError.code, WeightsError.code)
 
     @classmethod
     def exited(cls, rank: int, phase: str, step: int, status: int) -> Failure:
@@ -140,8 +159,10 @@ def describe(failure: Failure) -> str:
 
 def report(failures: list[Failure], consequence: str, log: str = "") -> str:
     """The block for the terminal. `consequence` says what the server does now; `log` where the full
-    log is, found out when not given."""
+    log is, found out when not given. A refusal is told in its own sentence alone."""
     cause = first_cause(failures)
+    if cause.refused:
+        return cause.error
     lines = [
         "---- tp_runtime: a worker failed " + "-" * 46,
         describe(cause),

@@ -154,9 +154,7 @@ class WorkerGroup:
             place.ready = True
             self._ready(generation, message)
         elif isinstance(message, WorkerFailed):
-            self._fail(
-                Failure.raised(rank, message.phase, message.step, message.error, message.traceback)
-            )
+            self._fail(Failure.reported(rank, message))
 
     def on_keeper_lost(self, rank: int) -> None:
         """Its worker is dying with it."""
