@@ -33,6 +33,8 @@ SHORT_WINDOW = 2
 """What the scheduler keeps to while a row can meet an end id."""
 _SETTLE_TOKENS = 30
 _FILL_S = 600.0
+_LEAST_S = 0.5
+"""Shortest time over which threads and steps are looked at."""
 _MEMORY_TOKENS = 400
 _LONGEST = 40_960
 """Positions of the shape whose config is used."""
@@ -65,7 +67,7 @@ class Case(NamedTuple):
     def max_tokens(self) -> int:
         """More than is waited for: no row ends while it is measured."""
         fill = self.rows * self.context // _BATCHED_TOKENS
-        return min(fill + 2 * self.steps + 5000, _LONGEST - self.context)
+        return min(fill + 2 * self.steps + 20_000, _LONGEST - self.context)
 
     def config(self, folder: Path, trace: str) -> EngineConfig:
         length = self.context + self.max_tokens
@@ -146,6 +148,8 @@ def measure(case: Case) -> Measured:
             stream.until_all_have(_SETTLE_TOKENS, _FILL_S)
             before, cpu, start = stream.stats(), thread_seconds(server.pid), time.monotonic()
             stream.until_all_have(min(stream.counts.values()) + case.steps, _FILL_S)
+            while time.monotonic() < start + _LEAST_S:  # tokens of earlier steps may have come late
+                stream.pump(_LEAST_S)
             end, after = time.monotonic(), stream.stats()
             cpu = {k: v - cpu.get(k, 0.0) for k, v in thread_seconds(server.pid).items()}
             stream.close()
