@@ -14,6 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
+
+# Examples are drawn slowly on a machine that is busy with something else; that is no fault.
+hypothesis_settings.register_profile(
+    "tests", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+hypothesis_settings.load_profile("tests")
 
 pytest_plugins = ["tests.gloo_pool", "tests.seconds_per_folder"]
 

@@ -317,7 +317,9 @@ def test_a_slow_reader_is_cut_off_and_the_others_go_on(tmp_path: Path) -> None:
         assert good.ids("good") == story(2, 400)
         wait_until(lambda: server.frontend.counters["slow_readers"] == 1, 20)
         wait_until(lambda: not server.engine.running)
-        assert sum(c.backlog_bytes for c in server.frontend._clients.values()) < 1000
+        # The last words, and at most what a step or two had under way when it was cut off.
+        backlog = sum(c.backlog_bytes for c in server.frontend._clients.values())
+        assert backlog < LIMITS.max_backlog_bytes / 10
         message = slow.receive()
         while not isinstance(message, Failed):  # it reads on after all
             message = slow.receive()
