@@ -47,7 +47,6 @@ _HELP: dict[str, str] = {
     "sampling": "How ranks agree on a token; gather: rank 0 sees all logits.",
     "attention_backend": "auto, or the name of a back-end.",
     "enforce_eager": "No CUDA graphs.",
-    "compile": "Run the PyTorch references of small operators under torch.compile.",
     "check": "Compare the ranks' states at every step.",
     "seed": "For random weights, and for requests without a seed of their own.",
     "listen": "Client address, tcp://HOST:PORT or ipc://PATH; a unix socket if not given.",
