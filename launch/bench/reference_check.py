@@ -46,7 +46,6 @@ def check_against_reference(
             config,
             **changes,
             enforce_eager=True,
-            compile=False,
             attention_backend="reference",
             sampling="gather",
         ),
