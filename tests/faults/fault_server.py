@@ -159,13 +159,13 @@ REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
 class Load:
     """Streaming requests under way, all begun when this is made."""
 
-    def __init__(self, client: Client, max_tokens: int = 60) -> None:
+    def __init__(self, client: Client, max_tokens: int = 60, timeout: float = 60) -> None:
         prompts = [prompt for prompt, _ in REQUESTS]
         params = [
             SamplingParams(ignore_eos=True, max_tokens=max_tokens, **fields)
             for _, fields in REQUESTS
         ]
-        self._stream = client.generate(prompts, params, stream=True, timeout=60)
+        self._stream = client.generate(prompts, params, stream=True, timeout=timeout)
         self._chunks: list[StreamChunk] = []
 
     def wait_tokens(self, number: int) -> None:

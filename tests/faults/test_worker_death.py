@@ -82,7 +82,7 @@ def test_workers_that_fail_while_they_take_over(
     server, undisturbed, rank, phase, action, fault_table
 ):
     with Client(server.address) as client:
-        load = Load(client)
+        load = Load(client, timeout=200)
         load.wait_tokens(20)
         second = server.plan(rank, phase, action)
         happened = server.send(server.workers()[0], "kill")
