@@ -231,6 +231,7 @@ def test_llm_goes_on_too(tiny):
         assert llm._server.folder.read_coordinator() != before
 
 
+@pytest.mark.faults
 def test_a_coordinator_that_dies_too_often_is_given_up_with_a_typed_error(tiny, tmp_path):
     command = serve(tiny, "--max-worker-restarts", "1", ranks=1)
     with fault_server(tmp_path, *command) as server, Client(server.address) as client:
