@@ -113,6 +113,21 @@ def test_damaged_messages_never_raise_anything_else(
             read_client_message([FRAME_HEADER, damaged])
 
 
+@pytest.mark.parametrize(
+    "payload",
+    [
+        # A map as the key of the message's own map, and of a map inside chat_template_kwargs.
+        b"\x81\x81\xa1a\x01\x02",
+        encode(Generate("r", SamplingParams(), chat_template_kwargs={"k": None})).replace(
+            b"\xa1k\xc0", b"\xa1k\x81\x81\xa1a\x01\x02"
+        ),
+    ],
+)
+def test_a_map_as_a_key_is_refused(payload: bytes) -> None:
+    with pytest.raises(MalformedMessage):
+        read_client_message([FRAME_HEADER, payload])
+
+
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),

@@ -66,7 +66,8 @@ def _decode(frames: list[bytes]) -> ClientMessage:
             _request_id(frames),
             InvalidRequestError(f"The request does not have the right form: {error}."),
         ) from None
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, TypeError) as error:
+        # TypeError: a map in the message has a map or a list as its key.
         raise MalformedMessage(
             "garbage", "", ProtocolError(f"The message cannot be read: {error}.")
         ) from None
@@ -85,7 +86,7 @@ def _request_id(frames: list[bytes]) -> str:
         return ""
     try:
         raw = _any_decoder.decode(frames[1])
-    except (ValueError, RecursionError):
+    except (ValueError, TypeError, RecursionError):
         return ""
     name = raw.get("request_id") if isinstance(raw, dict) else None
     return name if isinstance(name, str) else ""
