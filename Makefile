@@ -1,16 +1,19 @@
 # `make demo` and `make test` each do all set-up alone (scripts/setup.sh, into .venv).
 #   TORCH_SPEC="torch==2.14.1"  install this torch instead of the one chosen
+#   JOBS=1                      run the tests one after the other
 #   ARGS="--model DIR"          further arguments of the demo; for the tests: of pytest
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test faults soak lint format clean
+.PHONY: help setup demo test slow faults soak lint format clean
 
 BIN := .venv/bin
 ARGS ?=
+JOBS ?= 2
 MINUTES ?= 20
 
 help:
 	@echo "make demo    set up, then run a real model on 2 workers and stream an answer"
 	@echo "make test    set up, then ruff, mypy and all tests"
+	@echo "make slow    the tests that start a server for what other tests see too"
 	@echo "make faults  kill and stop every process of servers in a loop, and print the table"
 	@echo "make soak MINUTES=20   random arrivals, cancels and kills"
 	@echo "make lint    ruff and mypy only"
@@ -29,10 +32,13 @@ lint: setup
 	@echo "mypy"; $(BIN)/mypy -p tp_runtime
 
 test: lint
-	@$(BIN)/python -m pytest -m "not slow and not faults" $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not faults" -n $(JOBS) --dist loadfile $(ARGS)
+
+slow: setup
+	@$(BIN)/python -m pytest -m slow $(ARGS)
 
 faults: setup
-	@$(BIN)/python -m pytest -m faults --timeout 600 tests/faults $(ARGS)
+	@$(BIN)/python -m pytest -m faults --timeout 600 $(ARGS)
 
 soak: setup
 	@$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) $(ARGS)

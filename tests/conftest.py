@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,9 @@ HAS_GPU = Path("/dev/nvidiactl").exists()
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TP_RUNTIME_HTTP"] = "0"  # servers of tests side by side would want the same port
+# A shell starts what it runs in the background with SIGINT ignored, and children inherit that; the
+# tests press Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if not HAS_GPU:
     # Read when a kernel is defined, so before any test module is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")

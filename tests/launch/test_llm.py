@@ -137,6 +137,7 @@ def test_under_torchrun_it_names_session(tiny, monkeypatch):
         LLM(tiny)
 
 
+@pytest.mark.slow
 def test_an_exception_that_ends_the_program_ends_the_server(script):
     with script("raise") as running:
         assert running.wait() == 1

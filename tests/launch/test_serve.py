@@ -73,6 +73,7 @@ def test_ctrl_c_during_start_leaves_nothing_after_two_seconds(serve, processes):
     assert "Traceback" not in serve.text()
 
 
+@pytest.mark.faults
 def test_a_lost_keeper_is_replaced_and_kill_minus_nine_of_the_launcher_ends_all(serve):
     address = serve.wait_ready().address
     with Client(address) as client:

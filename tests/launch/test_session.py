@@ -100,10 +100,12 @@ def test_a_size_that_contradicts_torchrun_is_refused(monkeypatch, tiny):
         ("offline_generation", "'The capital of France is' ->"),
         ("streaming_client", "tokens/s"),
         ("compare_logits_with_transformers", "The runtime and transformers agree."),
-        ("several_clients", "4 clients got"),
-        ("batch_file", "3 requests, 1 of them could not run"),
-        ("custom_sampling", "gives the same three again: True"),
-        ("logprobs", "least expected was"),
+        pytest.param("several_clients", "4 clients got", marks=pytest.mark.slow),
+        pytest.param("batch_file", "3 requests, 1 of them could not run", marks=pytest.mark.slow),
+        pytest.param(
+            "custom_sampling", "gives the same three again: True", marks=pytest.mark.slow
+        ),
+        pytest.param("logprobs", "least expected was", marks=pytest.mark.slow),
     ],
 )
 def test_each_example_runs_with_its_torchrun_line_on_two_workers(name, shown, tiny, tmp_path):

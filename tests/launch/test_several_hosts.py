@@ -175,6 +175,7 @@ def test_a_stopped_relay_counts_as_a_lost_host(tiny, tmp_path):
         hosts.other.assert_all_gone(10.0)
 
 
+@pytest.mark.slow
 def test_hosts_with_other_settings_are_refused_by_name(tiny, tmp_path):
     launch = (sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1")
     meet = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=test")
