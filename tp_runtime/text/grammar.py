@@ -181,9 +181,43 @@ class _Vocabulary:
         self.special_token_ids = sorted(special | {i for i in eos_ids if i < len(self.tokens)})
         self._tokenizer = tokenizer
 
+        self._id_of: dict[bytes, int] = {}
+        for token_id in reversed(range(tokenizer.vocab_size)):
+            if token_id not in special:
+                self._id_of[self.tokens[token_id]] = token_id
+        self._longest = max(map(len, self._id_of), default=0)
+
     def __call__(self, text: bytes | str) -> list[int]:
-        whole = text.decode(errors="replace") if isinstance(text, bytes) else text
-        return self._tokenizer.encode(whole, add_special_tokens=False)
+        """Ids whose bytes are exactly `text`, as the tokenizer would write it inside a text. Where
+        only one text can follow, its first token is the only one that is allowed."""
+        raw = text.encode() if isinstance(text, str) else bytes(text)
+        for before in ("", "\x02"):  # some tokenizers begin a text with a space of their own
+            ids = self._encode(before, raw)
+            if ids is not None:
+                return ids
+        return self._longest_matches(raw)
+
+    def _encode(self, before: str, raw: bytes) -> list[int] | None:
+        try:
+            ids = self._tokenizer.encode(before + raw.decode(), add_special_tokens=False)
+        except UnicodeDecodeError:
+            return None
+        while before and ids and not self.tokens[ids.pop(0)].endswith(before.encode()):
+            pass
+        return ids if b"".join(self.tokens[i] for i in ids) == raw else None
+
+    def _longest_matches(self, raw: bytes) -> list[int]:
+        ids, at = [], 0
+        while at < len(raw):
+            for length in range(min(self._longest, len(raw) - at), 0, -1):
+                found = self._id_of.get(raw[at : at + length])
+                if found is not None:
+                    ids.append(found)
+                    at += length
+                    break
+            else:
+                break
+        return ids
 
 
 def _source(wanted: StructuredOutputsParams) -> str:
@@ -208,6 +242,7 @@ def _refusal(wanted: StructuredOutputsParams, reason: str) -> InvalidRequestErro
 
 def _sentence(text: str) -> str:
     """One line, as llguidance may draw a picture of where an expression is wrong."""
+    text = text.partition("<backtrace>")[0]
     lines = [line.strip() for line in text.splitlines() if line.strip(" ^")]
     short = " ".join(" ".join(lines).split())
     return (short if len(short) <= 400 else short[:397] + "...").rstrip(".") + "."
