@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from tp_runtime.llm import LLM
     from tp_runtime.outputs import CompletionOutput, RequestOutput, StreamChunk, Timings
-    from tp_runtime.sampling_params import SamplingParams
+    from tp_runtime.sampling_params import SamplingParams, StructuredOutputsParams
 
 _HOME = {
     "tp_runtime.async_client": ("AsyncClient", "AsyncTokenStream"),
@@ -48,7 +48,7 @@ _HOME = {
     ),
     "tp_runtime.llm": ("LLM",),
     "tp_runtime.outputs": ("CompletionOutput", "RequestOutput", "StreamChunk", "Timings"),
-    "tp_runtime.sampling_params": ("SamplingParams",),
+    "tp_runtime.sampling_params": ("SamplingParams", "StructuredOutputsParams"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
@@ -57,6 +57,7 @@ __all__ = [
     "Client",
     "AsyncClient",
     "SamplingParams",
+    "StructuredOutputsParams",
     "RequestOutput",
     "CompletionOutput",
     "StreamChunk",

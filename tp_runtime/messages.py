@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from tp_runtime.sampling_params import SamplingParams
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised with every change of a type below; peers with another version are refused by name."""
 
 FRAME_HEADER = b"TPR" + bytes([PROTOCOL_VERSION])
@@ -316,6 +316,16 @@ class Chunk(Struct, array_like=True, omit_defaults=True):
     last prompt id."""
 
 
+class RowMask(Struct, array_like=True, omit_defaults=True):
+    """The only ids that may be sampled for a row in this step: `ids`, packed, where they are few;
+    else `bits`, one per vocabulary id, the lowest bit of each byte first. An id past the end of
+    `bits` may not be sampled."""
+
+    row: int
+    bits: bytes = b""
+    ids: bytes = b""
+
+
 class StepPlan(Struct, tag=1, array_like=True, omit_defaults=True):
     """One step, as a delta to the batch state that every rank holds (see workers.batch_state).
 
@@ -326,14 +336,15 @@ class StepPlan(Struct, tag=1, array_like=True, omit_defaults=True):
     K and V of all tokens of the step are stored before any of them is read: a chunk may attend to
     blocks that another chunk of the same step fills. Sampled ids are answered in that order:
     decode rows, then chunks with `sample`. `decode_rows` is packed int32; None means rows
-    0 .. num_rows - 1.
+    0 .. num_rows - 1. A row in neither of them stays as it is.
     """
 
     generation: int
     step: int
     num_rows: int
     padded: int = 0
-    """Size of the decode graph to replay (>= number of decode rows); 0: no graph."""
+    """Size of the decode graph to replay (>= number of decode rows, which are then the first rows
+    of the batch); 0: no graph."""
     decode_rows: bytes | None = None
     chunks: list[Chunk] = msgspec.field(default_factory=list)
     moves: list[tuple[int, int]] = msgspec.field(default_factory=list)
@@ -344,6 +355,8 @@ class StepPlan(Struct, tag=1, array_like=True, omit_defaults=True):
     feeds in this step, one more in its table. 8 bytes each, however many rows grow at once."""
     check: bool = False
     """Compare a checksum of the device state across ranks in this step."""
+    masks: list[RowMask] = msgspec.field(default_factory=list)
+    """Of rows with a grammar, for the token that this step samples and no other."""
 
 
 class Stop(Struct, tag=2, array_like=True):

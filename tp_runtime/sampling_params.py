@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from typing import Any
 
 import msgspec
 
@@ -13,6 +15,43 @@ MAX_LOGPROBS = 64
 MAX_N = 64
 MAX_STOPS = 16
 MAX_LOGIT_BIAS = 1024
+MAX_GRAMMAR_BYTES = 1 << 20
+"""Longest schema or expression that is compiled."""
+
+
+class StructuredOutputsParams(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """What the generated text must be; exactly one is given. Named as in vLLM.
+
+    `json`: a JSON text that is valid under this JSON schema (a dict, or the schema as text);
+    `json_object`: any JSON object; `regex`: a text that the expression matches as a whole (syntax
+    of Rust's regex crate: no look-around, no back references); `choice`: one of these texts."""
+
+    json: dict[str, Any] | str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] | None = None
+
+    def validate(self) -> None:
+        """Raises InvalidRequestError. Whether a schema can be used is known when it is compiled."""
+        given = (self.json is not None, self.json_object, self.regex is not None)
+        if sum(given) + (self.choice is not None) != 1:
+            raise InvalidRequestError(
+                "structured_outputs takes exactly one of json, json_object, regex and choice."
+            )
+        if self.choice is not None and (not self.choice or not all(self.choice)):
+            raise InvalidRequestError("structured_outputs.choice is a list of texts, none empty.")
+        try:
+            size = len(json.dumps([self.json, self.regex, self.choice]))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequestError(
+                f"structured_outputs.json is not a JSON schema ({error})."
+            ) from None
+        if size > MAX_GRAMMAR_BYTES:
+            raise InvalidRequestError(
+                f"structured_outputs has {size} bytes; it may have {MAX_GRAMMAR_BYTES}."
+            )
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,7 +62,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `logprobs=k`: the log-probability (base e, of the distribution before temperature, penalties
     and truncation) of each generated token and of the k most likely ones; `prompt_logprobs`
     likewise for the prompt. Penalties as in OpenAI's API (presence, frequency: over generated
-    tokens) and CTRL (repetition: over prompt and generated tokens).
+    tokens) and CTRL (repetition: over prompt and generated tokens). `structured_outputs`: only
+    tokens that its grammar allows are drawn, an end id exactly where the text may end; the sample
+    ends with "stop" when nothing may follow, also before `min_tokens`.
     """
 
     n: int = 1
@@ -45,6 +86,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def validate(self) -> None:
         """Raises InvalidRequestError, one sentence that names the field, its value and range."""
@@ -72,6 +114,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidRequestError(
                 f"logit_bias takes up to {MAX_LOGIT_BIAS} token ids with finite values."
             )
+        if self.structured_outputs is not None:
+            self.structured_outputs.validate()
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (

@@ -103,18 +103,20 @@ class Runner:
         return self._finish(plan, step, hidden)
 
     def _replay(self, plan: StepPlan, graphs: DecodeGraphs) -> StepResult:
-        """A pure decode step of rows 0 .. num_rows - 1."""
-        state, n = self.state, plan.num_rows
+        """A pure decode step of the first rows."""
+        decode, state = plan.decode_rows, self.state
+        n = plan.num_rows if decode is None else len(decode) // 4
         rows, host_rows = self._arange[:n], self._host_rows[:n]
         graphs.run_model(plan.padded, n)
         for row in host_rows:
             state.rows[row].position += 1
         kind = self.sampling.kind(host_rows)
         alternatives = self.logprobs.alternatives(host_rows)
-        if kind in RECORDED_CLASSES and alternatives < 0:
+        if kind in RECORDED_CLASSES and alternatives < 0 and not plan.masks:
             ids = graphs.run_sampler(plan.padded, kind)[:n]
             return self._result(plan, ids, None)
-        batch = self.sampling.batch(rows, host_rows, graphs.buffers.input.drawn_position[:n])
+        position = graphs.buffers.input.drawn_position[:n]
+        batch = self.sampling.batch(rows, host_rows, position, plan.masks)
         drawn = self.sampler.draw(graphs.logits(plan.padded)[:n], batch, alternatives)
         state.record_sampled(rows, drawn.ids)
         logprobs = self.logprobs.collect(plan, host_rows, drawn, hidden=drawn.ids)
@@ -127,7 +129,7 @@ class Runner:
     def _finish(self, plan: StepPlan, step: StepInput, hidden: Tensor) -> StepResult:
         state = self.state
         positions = step.positions[step.sample_at] + 1
-        batch = self.sampling.batch(step.sample_rows, step.host_sample_rows, positions)
+        batch = self.sampling.batch(step.sample_rows, step.host_sample_rows, positions, plan.masks)
         logits = self.model.compute_logits(hidden[step.sample_at])
         alternatives = self.logprobs.alternatives(step.host_sample_rows)
         drawn = self.sampler.draw(logits, batch, alternatives)

@@ -11,8 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tp_runtime.messages import RowSampling
-from tp_runtime.ops.sampling.sampler import Entries, Penalties, SamplingBatch, SamplingClass
+from tp_runtime.messages import RowMask, RowSampling
+from tp_runtime.ops.sampling.sampler import (
+    Allowed,
+    Entries,
+    Penalties,
+    SamplingBatch,
+    SamplingClass,
+)
 from tp_runtime.workers.batch_state import BatchState
 from tp_runtime.workers.host_copy import to_device
 
@@ -40,6 +46,22 @@ def _entries(ids_of_rows: list[bytes], values: list[float], device: torch.device
     device_pairs = to_device(pairs.astype(np.int64), device)
     device_values = to_device(np.array(values, dtype=np.float32), device)
     return Entries(device_pairs[0], device_pairs[1], device_values)
+
+
+def allowed_ids(
+    masks: list[RowMask], host_rows: list[int], vocab: int, device: torch.device
+) -> Allowed:
+    """A plan's masks, to device form; `host_rows` are the sampled rows in order."""
+    bits = np.zeros((len(masks), -(-vocab // 8)), dtype=np.uint8)
+    for target, mask in zip(bits, masks, strict=True):
+        if mask.bits:
+            given = np.frombuffer(mask.bits, dtype=np.uint8)[: len(target)]
+            target[: len(given)] = given
+        else:
+            ids = np.frombuffer(mask.ids, dtype=np.int32)
+            np.bitwise_or.at(target, ids // 8, np.left_shift(1, ids % 8).astype(np.uint8))
+    rows = to_device(np.array([host_rows.index(m.row) for m in masks], dtype=np.int64), device)
+    return Allowed(rows, to_device(bits, device), torch.ones_like(rows, dtype=torch.bool))
 
 
 def build_batch(
@@ -83,9 +105,15 @@ class SamplingRows:
         """The least class that serves these rows."""
         return sampling_class([self._state.rows[r].sampling for r in host_rows])
 
-    def batch(self, rows: Tensor, host_rows: list[int], position: Tensor) -> SamplingBatch:
+    def batch(
+        self,
+        rows: Tensor,
+        host_rows: list[int],
+        position: Tensor,
+        masks: list[RowMask],
+    ) -> SamplingBatch:
         """`rows` [n] int64 on the device and the same rows on the host; `position` [n] of the
-        tokens to be drawn."""
+        tokens to be drawn; `masks` of this step."""
         key = (self._state.sampling_version, tuple(host_rows))
         if self._batch is None or key != self._key:
             params = [self._state.rows[r].sampling for r in host_rows]
@@ -100,4 +128,7 @@ class SamplingRows:
             batch.penalties = Penalties(
                 counts.in_prompt[rows], counts.counts[rows], *self._penalties
             )
+        if masks:
+            batch.kind = SamplingClass.FULL
+            batch.allowed = allowed_ids(masks, host_rows, self._state.vocab_size, position.device)
         return batch

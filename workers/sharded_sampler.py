@@ -18,6 +18,7 @@ from tp_runtime.ops.embedding import ParallelLMHead
 from tp_runtime.ops.group import TPGroup
 from tp_runtime.ops.sampling.best import best_of_shard, unpack_id
 from tp_runtime.ops.sampling.sampler import (
+    Allowed,
     Entries,
     Penalties,
     SamplingBatch,
@@ -113,6 +114,14 @@ def _cut_entries(entries: Entries | None, first: int, last: int) -> Entries | No
     return Entries(rows, entries.ids, torch.where(inside, entries.values, 0.0))
 
 
+def _cut_allowed(allowed: Allowed | None, first: int, last: int) -> Allowed | None:
+    """Entries of other rows stay and are off: the shape is fixed."""
+    if allowed is None:
+        return None
+    on = allowed.on & (allowed.rows >= first) & (allowed.rows < last)
+    return Allowed(torch.where(on, allowed.rows - first, 0), allowed.bits, on)
+
+
 def slice_batch(batch: SamplingBatch, first: int, last: int) -> SamplingBatch:
     """Rows first .. last - 1 of a batch; rows past its end repeat the last one."""
 
@@ -136,4 +145,5 @@ def slice_batch(batch: SamplingBatch, first: int, last: int) -> SamplingBatch:
         bias=_cut_entries(batch.bias, first, last),
         blocked=_cut_entries(batch.blocked, first, last),
         penalties=p,
+        allowed=_cut_allowed(batch.allowed, first, last),
     )

@@ -1,9 +1,9 @@
 """What changes logits before the draw, as one function per parameter, all rows at once.
 
-Order (documented in `sampler.sample`): logit bias, blocked ids (min_tokens), repetition penalty,
-frequency and presence penalty; then temperature, min-p, top-k, top-p. Every function takes and
-returns [rows, vocab] float32; parameters are [rows] tensors. A row whose parameter is neutral is
-left bit for bit as it was.
+Order (documented in `sampler.sample`): allowed ids, logit bias, blocked ids (min_tokens),
+repetition penalty, frequency and presence penalty; then temperature, min-p, top-k, top-p. Every
+function takes and returns [rows, vocab] float32; parameters are [rows] tensors. A row whose
+parameter is neutral is left bit for bit as it was.
 """
 
 from __future__ import annotations
@@ -12,6 +12,18 @@ import torch
 from torch import Tensor
 
 NEG_INF = float("-inf")
+
+
+def allow_only(logits: Tensor, rows: Tensor, bits: Tensor, on: Tensor) -> Tensor:
+    """Adds -inf where `bits` [k, bytes] uint8 (one bit per id, the lowest first; ids past the end
+    count as 0) has a 0, for each of `rows` [k] whose `on` [k] is true; the rows may repeat where it
+    is not. What is not finite stays so."""
+    shifts = torch.arange(8, device=bits.device, dtype=torch.uint8)
+    allowed = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[-1]].bool()
+    missing = logits.shape[-1] - allowed.shape[-1]
+    allowed = torch.nn.functional.pad(allowed, (0, missing), value=False)
+    added = torch.where(allowed | ~on[:, None], 0.0, NEG_INF)
+    return logits.index_add(0, rows, added)
 
 
 def add_bias(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 Parameters are tensors with one entry per row (`SamplingBatch`), so one call serves rows of every
 kind; `SamplingClass` says which work can be skipped for a whole batch. Greedy is the argmax with
 the lowest id on ties. A row whose logits are not usable (NaN, +inf, or nothing but -inf) gets id
--1. Transformations follow this order: logit bias, blocked ids, repetition penalty, frequency and
-presence penalty, temperature, min-p, top-k, top-p, Gumbel-max draw.
+-1. Transformations follow this order: allowed ids, logit bias, blocked ids, repetition penalty,
+frequency and presence penalty, temperature, min-p, top-k, top-p, Gumbel-max draw.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from tp_runtime.ops.sampling.philox import gumbel
 from tp_runtime.ops.sampling.processors import (
     add_bias,
+    allow_only,
     apply_min_p,
     apply_top_k_top_p,
     block_ids,
@@ -58,6 +59,16 @@ class Entries:
 
 
 @dataclass
+class Allowed:
+    """The ids that some rows may draw: `rows` [k] int64, `bits` [k, bytes] uint8 as in
+    `processors.allow_only`. `on` [k] bool: an entry that is off changes nothing."""
+
+    rows: Tensor
+    bits: Tensor
+    on: Tensor
+
+
+@dataclass
 class SamplingBatch:
     """One entry per row. `position` is the position the drawn token will have. [rows]: temperature
     float32 (0 = greedy), seed and position int64, top_k int64 (0 = all), top_p and min_p float32
@@ -76,6 +87,7 @@ class SamplingBatch:
     penalties: Penalties | None = None
     truncated: bool = True
     """Some row uses top-k, top-p or min-p."""
+    allowed: Allowed | None = None
 
 
 def usable_rows(logits: Tensor) -> Tensor:
@@ -85,6 +97,8 @@ def usable_rows(logits: Tensor) -> Tensor:
 
 def process(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Everything before temperature: the logits a greedy row takes its argmax of."""
+    if (a := batch.allowed) is not None:
+        logits = allow_only(logits, a.rows, a.bits, a.on)
     if (e := batch.bias) is not None:
         logits = add_bias(logits, e.rows, e.ids, e.values)
     if (e := batch.blocked) is not None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 from zlib import crc32
 
 from tests.coordinator.fake_worker import FakeWorker, expected_ids
 from tp_runtime.coordinator.limits import SchedulerLimits
 from tp_runtime.coordinator.scheduler import Scheduler
 from tp_runtime.coordinator.sequence import SeqKey, Sequence, SequenceUpdate
-from tp_runtime.messages import Answer, StepPlan
+from tp_runtime.messages import Answer, StepPlan, pack_ids
 from tp_runtime.sampling_params import SamplingParams
+from tp_runtime.text.grammar import TokenMask
 
 VOCAB = 50
 
@@ -98,7 +99,18 @@ class Drive:
         self._take(updates)
         return updates
 
+    def make_masks(self) -> None:
+        """As the grammar threads do, for every sequence whose newest token was answered."""
+        wanted, self.scheduler.masks_wanted = self.scheduler.masks_wanted, []
+        for seq in wanted:
+            allowed = toy_grammar(seq.generated_ids)
+            if allowed is None:
+                self._take(self.scheduler.complete(seq))
+            else:
+                self.scheduler.allow(seq, TokenMask(ids=pack_ids(allowed)))
+
     def round(self) -> None:
+        self.make_masks()
         self.fill_window()
         if self.under_way:
             self.commit()
@@ -132,13 +144,31 @@ class Drive:
                 self.ends[key] = update.finish_reason
 
 
+def toy_grammar(generated: list[int]) -> list[int] | None:
+    """Ids that may follow: every third, another third after each token; five to ten tokens."""
+    count = len(generated)
+    if (count >= 5 and sum(generated) % 5 == 0) or count >= 10:
+        return None
+    return list(range((sum(generated) + count) % 3, VOCAB, 3))
+
+
+def with_grammar(seq: Sequence) -> Sequence:
+    """As a sequence of a request with structured_outputs is handed to the engine."""
+    seq.grammar = cast(Any, toy_grammar)
+    allowed = toy_grammar(seq.generated_ids)
+    assert allowed is not None
+    seq.mask = TokenMask(ids=pack_ids(allowed))
+    return seq
+
+
 def alone(seq: Sequence) -> list[int]:
     """What `seq` generates according to the toy network, its limits as they were resolved."""
     assert seq.sampling is not None
     assert seq.prepared_for is not None
     prompt = seq.tokens[: seq.prompt_len].tolist()
     vocab_size = seq.prepared_for.vocab_size
-    return expected_ids(prompt, seq.sampling, seq.total_len, seq.end_ids, vocab_size)
+    allow = None if seq.grammar is None else toy_grammar
+    return expected_ids(prompt, seq.sampling, seq.total_len, seq.end_ids, vocab_size, allow)
 
 
 def check_outputs(drive: Drive) -> None:

@@ -18,6 +18,7 @@ from tp_runtime.coordinator.sequence import SeqKey, Sequence, SequenceUpdate
 from tp_runtime.errors import OverloadedError
 from tp_runtime.messages import Info, Logprob, TokenLogprobs
 from tp_runtime.text.chat_template import ChatTemplate
+from tp_runtime.text.grammar import GrammarCompiler
 from tp_runtime.text.tokenizer import Tokenizer
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}:"
@@ -130,7 +131,10 @@ class FakeServer:
     ) -> None:
         self.inbox = Inbox()
         self.state = "ready"
-        self.frontend = Frontend(listen, tokenizer, self.inbox, self._info, limits)
+        compiler = None if tokenizer is None else GrammarCompiler(tokenizer, [END_ID], 400)
+        self.frontend = Frontend(
+            listen, tokenizer, self.inbox, self._info, limits, compiler=compiler
+        )
         self.engine = FakeEngine(self.inbox, self.frontend, step_s, max_requests)
         self.frontend.start()
 

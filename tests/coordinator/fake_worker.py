@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import msgspec
@@ -42,13 +42,19 @@ def _layer1(layer0: list[tuple[int, int]]) -> int:
     return _hash(layer0)
 
 
-def _draw(layer1: list[int], sampling: RowSampling, position: int, vocab_size: int) -> int:
-    """Noise keyed as the real sampler's, blocked ids never drawn."""
+def _draw(
+    layer1: list[int],
+    sampling: RowSampling,
+    position: int,
+    vocab_size: int,
+    allowed: Collection[int] | None = None,
+) -> int:
+    """Noise keyed as the real sampler's, blocked ids never drawn, only allowed ones."""
     noise = (sampling.seed, position) if sampling.temperature else ()
     blocked = set(unpack_ids(sampling.blocked_ids)) if position < sampling.min_position else set()
     for attempt in range(1000):
         token_id = _hash(layer1, noise, attempt) % vocab_size
-        if token_id not in blocked:
+        if token_id not in blocked and (allowed is None or token_id in allowed):
             return token_id
     raise AssertionError("every id is blocked")
 
@@ -59,13 +65,18 @@ def expected_ids(
     total_len: int,
     end_ids: Iterable[int],
     vocab_size: int,
+    allow: Callable[[list[int]], Collection[int] | None] | None = None,
 ) -> list[int]:
-    """What the toy network generates after `prompt`, alone and without a cache."""
+    """What the toy network generates after `prompt`, alone and without a cache. `allow` is a
+    grammar: what may follow the generated ids, None for nothing."""
     tokens = list(prompt)
     first = len(tokens)
     layer1 = [_layer1(list(enumerate(tokens[: p + 1]))) for p in range(len(tokens))]
     while len(tokens) < total_len:
-        tokens.append(_draw(layer1, sampling, len(tokens), vocab_size))
+        allowed = None
+        if allow is not None and (allowed := allow(tokens[first:])) is None:
+            break
+        tokens.append(_draw(layer1, sampling, len(tokens), vocab_size, allowed))
         layer1.append(_layer1(list(enumerate(tokens))))
         if tokens[-1] in end_ids and len(tokens) > sampling.min_position:
             break
@@ -83,6 +94,9 @@ class Row:
 
     def copy(self) -> Row:
         return dataclasses.replace(self, table=list(self.table), history=list(self.history))
+
+
+_NOTHING = RowSampling(temperature=0.0, seed=0)
 
 
 class FakeWorker:
@@ -105,6 +119,7 @@ class FakeWorker:
         self.step = 0
         self.rows: list[Row] = []
         self.tokens_per_step: list[int] = []
+        self._masks: dict[int, set[int]] = {}
         self._layer0: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
         self._layer1: list[int | None] = [None] * (num_blocks * block_size)
 
@@ -136,6 +151,8 @@ class FakeWorker:
     def _apply(self, plan: StepPlan) -> None:
         assert plan.num_rows <= self.max_rows
         moved = [(target, self.rows[source].copy()) for source, target in plan.moves]
+        # A row may move past the present ones when another takes its place.
+        self.rows += [Row(_NOTHING, 0, []) for _ in range(plan.num_rows - len(self.rows))]
         for target, row in moved:
             self.rows[target] = row
         del self.rows[plan.num_rows :]
@@ -157,10 +174,7 @@ class FakeWorker:
     def _enter(self, new: NewRow) -> None:
         row = Row(new.sampling, new.prompt_len, unpack_ids(new.history))
         assert bool(row.history) == new.sampling.has_penalties
-        if new.row == len(self.rows):
-            self.rows.append(row)
-        else:
-            self.rows[new.row] = row
+        self.rows[new.row] = row
 
     def _decode_rows(self, plan: StepPlan) -> list[Row]:
         if plan.decode_rows is None:
@@ -170,6 +184,7 @@ class FakeWorker:
         assert len(set(numbers)) == len(numbers)
         if plan.padded:
             assert plan.padded >= len(numbers)
+            assert numbers == list(range(len(numbers))), "a graph runs the first rows"
             assert not plan.chunks
         return [self.rows[n] for n in numbers]
 
@@ -198,6 +213,7 @@ class FakeWorker:
     def _answer(self, plan: StepPlan, decode: list[Row]) -> Answer:
         ids: list[int] = []
         logprobs: list[RowLogprobs] = []
+        self._masks = {id(self.rows[mask.row]): set(unpack_ids(mask.ids)) for mask in plan.masks}
         for row in decode:
             row.position += 1
             self._sample(row, ids, logprobs)
@@ -210,13 +226,15 @@ class FakeWorker:
                 self._sample(row, ids, logprobs)
             if row.sampling.prompt_logprobs >= 0:
                 logprobs.append(RowLogprobs(entry, None, [], self._prompt_logprobs(chunk)))
+        assert not self._masks, "a mask for a row that samples nothing"
         return Answer(plan.generation, plan.step, pack_ids(ids), logprobs)
 
     def _sample(self, row: Row, ids: list[int], logprobs: list[RowLogprobs]) -> None:
         slots = [self._slot(row, p) for p in range(row.position)]
         fed = [self._read(self._layer0, s) for s in slots]
         layer1 = [self._read(self._layer1, s) for s in slots]
-        row.last_id = _draw(layer1, row.sampling, row.position, self.vocab_size)
+        allowed = self._masks.pop(id(row), None)
+        row.last_id = _draw(layer1, row.sampling, row.position, self.vocab_size, allowed)
         if row.history:  # penalties need every token before this one, and no other
             assert row.history == [token_id for _, token_id in fed]
             row.history.append(row.last_id)

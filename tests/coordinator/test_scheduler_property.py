@@ -1,8 +1,9 @@
 """Whatever happens around it, a request gets the tokens it would get alone, and no block is lost.
 
-Random arrivals, cancels, preemptions, crashes of the workers and orders of plan and commit, over
-block sizes, small pools, budgets, run-ahead, prefix cache on and off. Prompts come from few ids and
-few beginnings, so that prefixes are shared, and the vocabulary is small, so that end ids are met.
+Random arrivals, cancels, preemptions, late masks of grammars, crashes of the workers and orders of
+plan and commit, over block sizes, small pools, budgets, run-ahead, prefix cache on and off. Prompts
+come from few ids and few beginnings, so that prefixes are shared, and the vocabulary is small, so
+that end ids are met.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.coordinator.driving import Drive, check_outputs, make_limits, make_seq
+from tests.coordinator.driving import Drive, check_outputs, make_limits, make_seq, with_grammar
 from tests.coordinator.fake_worker import logprob_of
 from tp_runtime.coordinator.sequence import Sequence
 from tp_runtime.errors import InvalidRequestError, OverloadedError
@@ -59,9 +60,12 @@ def _request(rng: random.Random, name: int) -> list[Sequence]:
         params["logprobs"] = 1
     samples = rng.choice([1, 1, 1, 3])
     seed = rng.randrange(5)
-    return [
+    seqs = [
         make_seq(name, prompt, max_tokens, sample=i, seed=seed, **params) for i in range(samples)
     ]
+    if rng.random() < 0.3 and "min_tokens" not in params:  # which could leave no id at all
+        seqs = [with_grammar(seq) for seq in seqs]
+    return seqs
 
 
 def _act(drive: Drive, rng: random.Random, action: str, name: int) -> None:
@@ -83,6 +87,8 @@ def _act(drive: Drive, rng: random.Random, action: str, name: int) -> None:
             drive.ends[key] = "cancelled"
     elif action == "preempt":
         scheduler.preempt_youngest()
+    elif action == "masks":
+        drive.make_masks()
     elif action == "crash":
         drive.crash()
     elif action == "only":
@@ -94,7 +100,11 @@ def _act(drive: Drive, rng: random.Random, action: str, name: int) -> None:
 
 actions = st.lists(
     st.sampled_from(
-        ["add"] * 4 + ["plan"] * 8 + ["commit"] * 6 + ["cancel", "preempt", "crash", "only", "all"]
+        ["add"] * 4
+        + ["plan"] * 8
+        + ["commit"] * 6
+        + ["masks"] * 3
+        + ["cancel", "preempt", "crash", "only", "all"]
     ),
     min_size=40,
     max_size=160,

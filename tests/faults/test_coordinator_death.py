@@ -16,7 +16,14 @@ import pytest
 
 from tests.faults.fault_server import FaultServer, fault_server, serve, wait_for
 from tests.tiny_models import make_tiny
-from tp_runtime import LLM, Client, RequestOutput, SamplingParams, TokenStream
+from tp_runtime import (
+    LLM,
+    Client,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+    TokenStream,
+)
 from tp_runtime.errors import ServerUnavailableError, TPRuntimeError
 
 MAX_TOKENS = 110
@@ -59,6 +66,10 @@ def sampling_cases(greedy: RequestOutput) -> dict[str, dict[str, Any]]:
         "logprobs": {"logprobs": 3, "temperature": 1.0, "seed": 7},
         "prompt logprobs": {"prompt_logprobs": 2, "logprobs": 0},
         "several samples": {"temperature": 1.0, "seed": 8, "n": 3},
+        "grammar": {
+            "temperature": 1.0, "seed": 10, "n": 2,
+            "structured_outputs": StructuredOutputsParams(regex="([a-z]{1,9} ){30,60}"),
+        },
     }  # fmt: skip
 
 
@@ -112,6 +123,7 @@ NAMES = [
     "greedy", "seed given", "seed drawn", "top_k top_p min_p", "repetition penalty",
     "presence and frequency penalties", "logit bias", "min_tokens", "stop string",
     "text held back", "logprobs", "prompt logprobs", "several samples",
+    "grammar",
 ]  # fmt: skip
 
 

@@ -177,8 +177,11 @@ def test_health_is_503_and_says_recovering(api):
         (COMPLETIONS, "suffix", "end"),
         (COMPLETIONS, "best_of", 2),
         (COMPLETIONS, "use_beam_search", True),
-        (COMPLETIONS, "response_format", {"type": "json_object"}),
+        (COMPLETIONS, "response_format", "json"),
+        (COMPLETIONS, "response_format", {"type": "xml"}),
+        (COMPLETIONS, "response_format", {"type": "json_object", "schema": {}}),
         (CHAT, "response_format", {"type": "json_schema", "json_schema": {}}),
+        (CHAT, "response_format", {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}),
         (CHAT, "tool_choice", "required"),
         (CHAT, "audio", {"voice": "alloy"}),
         (CHAT, "guided_json", {}),
@@ -194,6 +197,43 @@ def test_what_is_not_supported_is_refused_by_name(api, path, field, value):
     error = error_of(api.post(path, **prompt, **{field: value}), 400)
     assert error["param"] == field
     assert field in error["message"]
+
+
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}}}
+FORMATS = [
+    {"type": "text"},
+    {"type": "json_object"},
+    {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON, "strict": True}},
+]
+
+
+@pytest.mark.parametrize("response_format", FORMATS)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_response_format_reaches_the_engine_as_what_may_be_drawn(api, path, response_format):
+    prompt = {"prompt": "x"} if path == COMPLETIONS else {"messages": HELLO}
+    answer = api.post(path, **prompt, max_tokens=2, response_format=response_format)
+    assert answer.status_code == 200, answer.text
+    (seq,) = api.engine.engine.submitted[-1].sequences
+    assert (seq.mask is None) == (response_format["type"] == "text")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_cannot_be_used_is_400_and_says_why(api, stream):
+    schema = {"type": "object", "properties": {"x": {"not": {}}}}
+    body = {"type": "json_schema", "json_schema": {"name": "p", "schema": schema}}
+    answer = api.post(CHAT, messages=HELLO, response_format=body, stream=stream)
+    assert 'Unimplemented keys: ["not"]' in error_of(answer, 400)["message"]
+
+
+def test_two_formats_at_once_are_refused(api):
+    answer = api.post(
+        COMPLETIONS,
+        prompt="x",
+        response_format={"type": "json_object"},
+        structured_outputs={"regex": "a+"},
+    )
+    assert "structured_outputs" in error_of(answer, 400)["message"]
+    assert error_of(api.post(COMPLETIONS, prompt="x", structured_outputs={}), 400)
 
 
 @pytest.mark.parametrize("field", ["suffix", "best_of", "logprobs", "stop", "seed", "user"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -15,6 +16,8 @@ from tp_runtime.ops.attention.backend import AttentionBackend
 from tp_runtime.ops.attention.reference import ReferenceBackend
 from tp_runtime.ops.group import TPGroup
 from tp_runtime.sampling_params import SamplingParams
+from tp_runtime.text.grammar import GrammarCompiler
+from tp_runtime.text.tokenizer import Tokenizer
 from tp_runtime.workers.batch_state import BatchState
 from tp_runtime.workers.decode_graphs import DecodeGraphs
 from tp_runtime.workers.gather_sampler import GatherSampler
@@ -53,6 +56,7 @@ class EngineInProcess:
         sampler: type[GatherSampler] | type[ShardedSampler] = GatherSampler,
         **limits: object,
     ) -> None:
+        self._folder = folder
         self.config = ModelConfig.from_folder(folder)
         place = torch.device(device)
         group = group or TPGroup.single()
@@ -88,11 +92,34 @@ class EngineInProcess:
 
     def add(self, name: str, prompt: list[int], params: SamplingParams, seed: int = 0) -> Sequence:
         seq = Sequence(SeqKey(name), prompt, params, seed=seed)
+        if params.structured_outputs is not None:
+            seq.grammar = self.compiler.compile(
+                params.structured_outputs, params.stop_token_ids, not params.ignore_eos
+            )
+            seq.mask = seq.grammar.next_mask()
         self.scheduler.add(seq)
         return seq
 
+    @cached_property
+    def compiler(self) -> GrammarCompiler:
+        tokenizer = Tokenizer.from_folder(self._folder)
+        return GrammarCompiler(tokenizer, self.config.eos_token_ids, self.config.vocab_size)
+
+    def make_masks(self) -> None:
+        """As the grammar threads do."""
+        wanted, self.scheduler.masks_wanted = self.scheduler.masks_wanted, []
+        for seq in wanted:
+            assert seq.grammar is not None
+            seq.grammar.consume([seq.tokens[-1]])
+            mask = seq.grammar.next_mask()
+            if mask is None:
+                self.scheduler.complete(seq)
+            else:
+                self.scheduler.allow(seq, mask)
+
     def step(self) -> int:
         """Publishes as many plans as the window allows, runs them, commits all; their number."""
+        self.make_masks()
         plans = []
         while (plan := self.scheduler.plan()) is not None:
             plans.append(plan)
@@ -103,5 +130,5 @@ class EngineInProcess:
     def run(self) -> None:
         """Until nothing is left."""
         while self.scheduler.has_work:
-            assert self.step(), "the scheduler has work and makes no plan"
+            assert self.step() or not self.scheduler.has_work, "there is work and no plan"
         self.scheduler.check_invariants()

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from tests.gloo_pool import GlooPool
-from tp_runtime.messages import NewRow, RowSampling, pack_ids
+from tp_runtime.messages import NewRow, RowMask, RowSampling, pack_ids
 from tp_runtime.ops.embedding import ParallelLMHead
 from tp_runtime.ops.group import TPGroup
-from tp_runtime.ops.sampling.sampler import Penalties, sample
+from tp_runtime.ops.sampling.sampler import Penalties, SamplingClass, sample
 from tp_runtime.workers.batch_state import BatchState
 from tp_runtime.workers.gather_sampler import GatherSampler
-from tp_runtime.workers.sampling_rows import build_batch
+from tp_runtime.workers.sampling_rows import allowed_ids, build_batch
 from tp_runtime.workers.sharded_sampler import ShardedSampler
 
 VOCAB, HIDDEN = 331, 8
@@ -71,6 +71,11 @@ def draw_both(group: TPGroup, kind: str, n: int, alternatives: int) -> tuple[lis
             torch.zeros(n),
             torch.tensor([r.presence_penalty for r in rows_of(kind, n)]),
         )
+    if kind == "masked":
+        masks = [RowMask(i, ids=pack_ids([7, 100 + i, 330])) for i in range(0, n, 2)]
+        masks += [RowMask(i, bits=bytes([255] * 5)) for i in range(1, n, 4)]
+        batch.kind = SamplingClass.FULL
+        batch.allowed = allowed_ids(masks, list(range(n)), VOCAB, local.device)
     gathered = GatherSampler(group, head).draw(local, batch, alternatives)
     sharded = ShardedSampler(group, head).draw(local, batch, alternatives)
     if alternatives >= 0 and group.rank == 0:
@@ -82,7 +87,7 @@ def draw_both(group: TPGroup, kind: str, n: int, alternatives: int) -> tuple[lis
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["greedy", "gumbel", "full"])
+@pytest.mark.parametrize("kind", ["greedy", "gumbel", "full", "masked"])
 def test_both_samplers_draw_the_same_on_every_rank(gloo_pool: Pools, size: int, kind: str) -> None:
     for n in (1, 2, 7):
         results = gloo_pool(size).run(draw_both, kind, n, 4 if n == 7 else -1)
@@ -91,6 +96,9 @@ def test_both_samplers_draw_the_same_on_every_rank(gloo_pool: Pools, size: int, 
             assert sharded == alone
         if n == 7:
             assert alone[1] == -1 and alone[2] == -1 and alone[3] >= 0
+            if kind == "masked":
+                assert all(alone[i] in (7, 100 + i, 330) for i in (0, 4, 6))
+                assert alone[5] < 40
 
 
 def score_both(group: TPGroup) -> bool:

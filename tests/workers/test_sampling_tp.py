@@ -11,7 +11,7 @@ from tests.gloo_pool import GlooPool
 from tests.tiny_models import make_tiny
 from tests.workers.engine_in_process import EngineInProcess
 from tp_runtime.ops.group import TPGroup
-from tp_runtime.sampling_params import SamplingParams
+from tp_runtime.sampling_params import SamplingParams, StructuredOutputsParams
 from tp_runtime.workers.gather_sampler import GatherSampler
 from tp_runtime.workers.sharded_sampler import ShardedSampler
 
@@ -33,6 +33,15 @@ PARAMS = {
     "bias": SamplingParams(logit_bias={5: 3.0, 330: 2.0, 17: -50.0}, max_tokens=TOKENS),
     "late end": SamplingParams(logit_bias={319: 8.0}, min_tokens=6, max_tokens=TOKENS),
     "two ends": SamplingParams(stop_token_ids=[30, 31], max_tokens=TOKENS),
+    "grammar": SamplingParams(
+        structured_outputs=StructuredOutputsParams(regex="[a-z]+( [a-z]+)*"), max_tokens=TOKENS
+    ),
+    "greedy grammar": SamplingParams(
+        temperature=0.0,
+        repetition_penalty=1.2,
+        structured_outputs=StructuredOutputsParams(json_object=True),
+        max_tokens=TOKENS,
+    ),
 }
 """Without logprobs: rank 0 alone answers with them, and here every rank reads its own answers."""
 

@@ -10,8 +10,8 @@ import msgspec
 
 from tp_runtime.coordinator.limits import SchedulerLimits
 from tp_runtime.coordinator.prefix_hash import extend_hashes
-from tp_runtime.coordinator.sequence import Sequence
-from tp_runtime.errors import InvalidRequestError
+from tp_runtime.coordinator.sequence import Sequence, SequenceUpdate
+from tp_runtime.errors import InvalidRequestError, RequestFailedError
 from tp_runtime.messages import RowSampling, pack_ids
 from tp_runtime.sampling_params import SamplingParams
 
@@ -50,6 +50,17 @@ def finish_on_arrival(seq: Sequence) -> tuple[str, int | None] | None:
     if len(seq.tokens) >= seq.total_len and not seq.prompt_logprobs_due:
         return "length", None
     return None
+
+
+def fit_again(seq: Sequence, limits: SchedulerLimits) -> SequenceUpdate | None:
+    """After the workers were replaced, under new limits; None when it goes on."""
+    try:
+        prepare(seq, limits)
+    except InvalidRequestError as error:
+        failure = RequestFailedError(f"After the workers were replaced: {error}")
+        return SequenceUpdate(seq, finish_reason="error", error=failure)
+    end = finish_on_arrival(seq)
+    return end and SequenceUpdate(seq, finish_reason=end[0], stop_reason=end[1])
 
 
 def stop_reason(seq: Sequence, token_id: int) -> int | None:

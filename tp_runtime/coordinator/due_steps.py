@@ -57,6 +57,14 @@ class DecodeDue:
         seq.block_due = step + places + 1
         self.blocks.add(seq.block_due, seq)
 
+    def resume(self, seq: Sequence, step: int, to_sample: int) -> None:
+        """A row whose tokens are all known decodes again: `step` feeds the newest one and samples
+        the first of `to_sample`."""
+        seq.end_due = step + to_sample - 1
+        self.ends.add(seq.end_due, seq)
+        seq.block_due = step + len(seq.blocks) * self._block_size - len(seq.tokens) + 1
+        self.blocks.add(seq.block_due, seq)
+
     def grown(self, seqs: list[Sequence], step: int) -> None:
         """These took their block at `step` and will need the next one when it is full."""
         for seq in seqs:

@@ -151,7 +151,9 @@ class Engine:
 
     def _from_inbox(self) -> None:
         for item in self._inbox.drain():
-            self.requests.take(item)
+            updates = self.requests.take(item)
+            if updates:
+                self._fresh.append(updates)
 
     # ------------------------------------------------------------ steps
 
@@ -202,6 +204,9 @@ class Engine:
         fresh, self._fresh = self._fresh, []
         for updates in fresh:
             self._take_updates(updates)
+        if self.scheduler is not None and self.scheduler.masks_wanted:
+            wanted, self.scheduler.masks_wanted = self.scheduler.masks_wanted, []
+            self._frontend.texts.grammars.advance(wanted)
         if self._trace is not None:
             now = time.monotonic_ns()
             self._trace.coordinator.span(SpanKind.HAND_OVER, step, started, now)

@@ -48,6 +48,7 @@ from tp_runtime.messages import (
     Tokenize,
     encode,
 )
+from tp_runtime.text.grammar import GrammarCompiler
 from tp_runtime.text.tokenizer import Tokenizer
 from tp_runtime.thread_name import name_this_thread
 
@@ -80,7 +81,7 @@ class Frontend:
     to serve. `address` is where clients connect.
 
     `info` gives the server's Info (called on this thread; `request_id` and `instance` are filled in
-    here). `draw_seed` gives seeds for requests without one.
+    here). `draw_seed` gives seeds for requests without one; `compiler` serves structured_outputs.
 
     Raises ConfigError when the address cannot be bound."""
 
@@ -92,6 +93,7 @@ class Frontend:
         info: Callable[[], Info],
         limits: FrontendLimits | None = None,
         draw_seed: Callable[[], int] | None = None,
+        compiler: GrammarCompiler | None = None,
     ) -> None:
         self.instance = secrets.token_hex(8)
         self.counters: Counter[str] = Counter()
@@ -103,7 +105,7 @@ class Frontend:
         self._socket = ClientSocket(listen)
         self.address = self._socket.address
         self._outgoing: Mailbox[list[Outgoing] | Callable[[], None]] = Mailbox()
-        self.texts = TextThreads(tokenizer, inbox, self._outgoing.put)
+        self.texts = TextThreads(tokenizer, inbox, self._outgoing.put, compiler)
         self._clients: dict[bytes, ConnectedClient] = {}
         self._stalled: dict[bytes, ConnectedClient] = {}
         self._probes: list[float] = []

@@ -10,7 +10,9 @@ import dataclasses
 from typing import NamedTuple
 
 from tp_runtime.coordinator.sequence import SeqKey, Sequence
+from tp_runtime.errors import TPRuntimeError
 from tp_runtime.mailbox import Mailbox
+from tp_runtime.text.grammar import TokenMask
 
 
 class RequestKey(NamedTuple):
@@ -51,7 +53,17 @@ class StopSample:
     num_tokens: int
 
 
-InboxItem = SubmittedRequest | CancelRequest | StopSample
+@dataclasses.dataclass(frozen=True, slots=True)
+class MaskReady:
+    """What may follow the newest token of a sample with a grammar. None: nothing, its text is
+    complete; an error: the grammar cannot go on, which ends the request. The sample may have ended
+    meanwhile."""
+
+    seq: Sequence
+    mask: TokenMask | TPRuntimeError | None
+
+
+InboxItem = SubmittedRequest | CancelRequest | StopSample | MaskReady
 
 
 class Inbox(Mailbox[InboxItem]):
@@ -65,3 +77,6 @@ class Inbox(Mailbox[InboxItem]):
 
     def stop(self, key: SeqKey, num_tokens: int) -> None:
         self.put(StopSample(key, num_tokens))
+
+    def mask(self, seq: Sequence, mask: TokenMask | TPRuntimeError | None) -> None:
+        self.put(MaskReady(seq, mask))

@@ -8,7 +8,7 @@ from tp_runtime.coordinator.admission import row_sampling
 from tp_runtime.coordinator.batch import Batch
 from tp_runtime.coordinator.sequence import Sequence
 from tp_runtime.coordinator.steps_in_flight import PlannedChunk, StepRecord
-from tp_runtime.messages import Chunk, NewRow, RowBlocks, StepPlan, pack_ids
+from tp_runtime.messages import Chunk, NewRow, RowBlocks, RowMask, StepPlan, pack_ids
 
 
 def build_plan(
@@ -33,6 +33,8 @@ def build_plan(
     if entering:
         plan.new_rows = [_new_row(seq) for seq in entering]
         plan.blocks = [RowBlocks(seq.row, 0, pack_ids(seq.blocks)) for seq in entering]
+    if record.with_grammar:
+        plan.masks = [_mask(seq) for seq in record.with_grammar]
     plan.moves = moves
     plan.check = check
     return plan
@@ -45,6 +47,11 @@ def _chunk(chunk: PlannedChunk) -> Chunk:
         next_id = seq.tokens[chunk.stop : chunk.stop + 1].tobytes()
     ids = seq.tokens[chunk.start : chunk.stop].tobytes()
     return Chunk(seq.row, chunk.start, ids, chunk.sample, next_id)
+
+
+def _mask(seq: Sequence) -> RowMask:
+    assert seq.mask is not None, "a row with a grammar is sampled only when its mask is known"
+    return RowMask(seq.row, *seq.mask)
 
 
 def _new_row(seq: Sequence) -> NewRow:

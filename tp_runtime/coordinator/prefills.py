@@ -64,7 +64,11 @@ class Prefills:
         return chunks
 
     def _next(self, only: frozenset[SeqKey] | None) -> Sequence | None:
-        return next((s for s in self._queue if only is None or s.key in only), None)
+        """Whoever waits for a mask (for a moment, after a preemption or crash) is passed over."""
+        for seq in self._queue:
+            if (only is None or seq.key in only) and (seq.grammar is None or seq.mask is not None):
+                return seq
+        return None
 
     def _enter(self, seq: Sequence, rows: int) -> bool:
         pool = self._tables.pool

@@ -28,6 +28,7 @@ from tp_runtime.errors import TPRuntimeError
 from tp_runtime.messages import KeeperMessage
 from tp_runtime.model_config import ModelConfig
 from tp_runtime.run_folder import ProcessId, RunFolder, ServerInfo
+from tp_runtime.text.grammar import GrammarCompiler
 from tp_runtime.text.tokenizer import Tokenizer
 from tp_runtime.thread_name import name_this_thread
 from tp_runtime.transport.fd_socket import FdListener
@@ -111,7 +112,12 @@ def _serve(config: EngineConfig, folder: RunFolder, launcher: int, doors: Doors)
     has_template = tokenizer is not None and tokenizer.chat_template is not None
     state = ServerState(config, model, has_template)
     inbox = Inbox()
-    frontend = Frontend(_listen_address(config, folder), tokenizer, inbox, state.info)
+    compiler = None
+    if tokenizer is not None:
+        compiler = GrammarCompiler(tokenizer, model.eos_token_ids, model.vocab_size)
+    frontend = Frontend(
+        _listen_address(config, folder), tokenizer, inbox, state.info, compiler=compiler
+    )
     engine = Engine(config, model, inbox, frontend, state, doors, folder, launcher)
     frontend.start()
     folder.write_server(

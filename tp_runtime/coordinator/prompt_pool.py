@@ -15,6 +15,7 @@ from collections.abc import Callable
 import msgspec
 
 from tp_runtime.coordinator.client_request import ClientRequest
+from tp_runtime.coordinator.grammar_threads import GrammarThreads
 from tp_runtime.coordinator.inbox import Inbox, SubmittedRequest
 from tp_runtime.coordinator.sample_text import SampleText
 from tp_runtime.coordinator.sequence import SeqKey, Sequence
@@ -28,6 +29,7 @@ from tp_runtime.messages import (
     pack_ids,
     unpack_ids,
 )
+from tp_runtime.text.grammar import Grammar
 from tp_runtime.text.tokenizer import Tokenizer
 from tp_runtime.thread_name import name_this_thread
 
@@ -52,6 +54,7 @@ class PromptPool:
         register: Registrar,
         fail: Callable[[ClientRequest, TPRuntimeError], None],
         reply: Callable[[bytes, Tokenized | TPRuntimeError, str], None],
+        grammars: GrammarThreads,
         threads: int = 2,
     ) -> None:
         self.prepare: Prepare = _nothing
@@ -61,6 +64,7 @@ class PromptPool:
         self._register = register
         self._fail = fail
         self._reply = reply
+        self._grammars = grammars
         self._closed = False
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [
@@ -98,11 +102,48 @@ class PromptPool:
             logger.exception("Request %s could not be prepared.", request.key.request_id)
             self._fail(request, _internal(error))
             return
+        if request.message.params.structured_outputs is None:
+            self._hand_over(request, sequences)
+        else:
+            self._grammars.compile(
+                request.message.params, lambda grammar: self._constrain(request, sequences, grammar)
+            )
+
+    def _hand_over(self, request: ClientRequest, sequences: list[Sequence]) -> None:
         with request.lock:
             if not request.cancelled:
                 self._register(request)
                 if sequences:  # else everything was there when it was resumed
                     self._inbox.submit(SubmittedRequest(request.key, sequences, request.deadline))
+
+    def _constrain(
+        self,
+        request: ClientRequest,
+        sequences: list[Sequence],
+        grammar: Grammar | TPRuntimeError,
+    ) -> None:
+        """On the compiling thread: every sample gets a grammar of its own, at its newest token."""
+        try:
+            if isinstance(grammar, TPRuntimeError):
+                raise grammar
+            running = []
+            for seq in sequences:
+                seq.grammar = grammar.copy()
+                seq.grammar.consume(seq.generated_ids)
+                seq.mask = seq.grammar.next_mask()
+                if seq.mask is not None:
+                    running.append(seq)
+                elif seq.num_generated:
+                    request.samples[seq].end("stop")
+                else:
+                    raise InvalidRequestError("structured_outputs allows no text at all.")
+        except BaseException as error:  # a panic of the library is no Exception
+            if not isinstance(error, TPRuntimeError):
+                logger.exception("Request %s could not be prepared.", request.key.request_id)
+                error = _internal(error)
+            self._fail(request, error)
+        else:
+            self._hand_over(request, running)
 
     def _sequences(self, request: ClientRequest) -> list[Sequence]:
         """One per wanted sample, with their SampleText in `request.samples`; those that the
@@ -191,7 +232,7 @@ class PromptPool:
         return Tokenized(message.request_id, pack_ids(ids), text)
 
 
-def _internal(error: Exception) -> RequestFailedError:
+def _internal(error: BaseException) -> RequestFailedError:
     return RequestFailedError(
         f"The server failed on this request ({type(error).__name__}: {error}); its log has more."
     )

@@ -13,6 +13,7 @@ from typing import Protocol, cast
 from tp_runtime.coordinator.inbox import (
     CancelRequest,
     InboxItem,
+    MaskReady,
     RequestKey,
     StopSample,
     SubmittedRequest,
@@ -65,14 +66,29 @@ class RequestTable:
         for request in held.values():
             self._admit(request, scheduler)
 
-    def take(self, item: InboxItem) -> None:
-        """One item of the inbox."""
+    def take(self, item: InboxItem) -> list[SequenceUpdate]:
+        """One item of the inbox; returns the updates of what ended with it."""
+        if isinstance(item, MaskReady):
+            return self._take_mask(item)
         if isinstance(item, SubmittedRequest):
             self._submit(item)
         elif isinstance(item, CancelRequest):
             self._drop(item.key, "cancelled")
         elif isinstance(item, StopSample):
             self._stop(item.key)
+        return []
+
+    def _take_mask(self, item: MaskReady) -> list[SequenceUpdate]:
+        scheduler = self._scheduler
+        if scheduler is None or scheduler.find(item.seq.key) is not item.seq:
+            return []
+        if isinstance(item.mask, TPRuntimeError):
+            self.fail(cast(RequestKey, item.seq.key.request), item.mask)
+        elif item.mask is None:
+            return scheduler.complete(item.seq)
+        else:
+            scheduler.allow(item.seq, item.mask)
+        return []
 
     def _submit(self, request: SubmittedRequest) -> None:
         if self._scheduler is not None:

@@ -84,6 +84,11 @@ class SampleText:
             self._finish(reason, update.stop_reason)
         return self.finish_reason is not None
 
+    def end(self, reason: str) -> None:
+        """The sample is over without another token: all that it may become has been resumed."""
+        if self.finish_reason is None:
+            self._finish(reason, None)
+
     def next_delta(self, token_id: int) -> SampleDelta | None:
         """The delta of one more token when nothing else is to be said: no end, no logprobs, no
         stop strings, not the first token, nothing held for later. None: use `add`.

@@ -2,7 +2,8 @@
 
 `plan` forms the next step, `commit` takes the answer to the oldest one; between them up to a window
 of steps is under way. A sequence waits, is prefilled in chunks, decodes in every step, ends.
-Decode rows never wait for prefill: chunks fill what they leave of the token budget, oldest first.
+Decode rows never wait for prefill: chunks fill what they leave of the token budget, oldest first. A
+row with a grammar is held back until the mask of its next token is known, and the others go on.
 
 Everything runs on one thread. A steady decode step does work for the rows that change in it, and
 one pass over the answered ids. Text, sockets, clocks of clients and devices are not known here.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from tp_runtime.coordinator.admission import finish_on_arrival, prepare
+from tp_runtime.coordinator.admission import finish_on_arrival, fit_again, prepare
 from tp_runtime.coordinator.answers import WatchedIds, check_answer, read_answer
 from tp_runtime.coordinator.batch import Batch
 from tp_runtime.coordinator.block_tables import BlockTables
@@ -25,13 +26,9 @@ from tp_runtime.coordinator.scheduler_stats import SchedulerCounters, SchedulerS
 from tp_runtime.coordinator.sequence import SeqKey, Sequence, SequenceState, SequenceUpdate
 from tp_runtime.coordinator.steps_in_flight import PlannedChunk, StepRecord, StepsInFlight
 from tp_runtime.coordinator.waiting_queue import WaitingQueue
-from tp_runtime.errors import (
-    InvalidRequestError,
-    OverloadedError,
-    RequestFailedError,
-    TPRuntimeError,
-)
+from tp_runtime.errors import InvalidRequestError, OverloadedError, TPRuntimeError
 from tp_runtime.messages import Answer, StepPlan
+from tp_runtime.text.grammar import TokenMask
 
 WINDOW = 2
 """Steps under way while anything may change soon: one runs, the next is ready behind it."""
@@ -56,6 +53,8 @@ class Scheduler:
         self._queue = WaitingQueue()
         self._next_order = 0
         self._only: frozenset[SeqKey] | None = None
+        self.masks_wanted: list[Sequence] = []
+        """With a grammar and a new token since; whoever makes masks empties this."""
         self._start(generation)
 
     def _start(self, generation: int) -> None:
@@ -181,6 +180,8 @@ class Scheduler:
         if chunks:
             record.sampled += tuple(chunk.seq for chunk in chunks if chunk.sample)
             self.counters.prompt_tokens += sum(chunk.size for chunk in chunks)
+        if batch.num_with_grammar:
+            record.with_grammar = tuple(s for s in record.sampled if s.grammar is not None)
         for seq in entering:
             self._watched.add(seq)
         check = bool(self.limits.check_every) and self._step % self.limits.check_every == 0
@@ -245,6 +246,10 @@ class Scheduler:
         for chunk in record.chunks:
             if chunk.last:
                 self._end_prefill(chunk.seq, record)
+        for seq in record.with_grammar:
+            if seq.state is SequenceState.DECODE:
+                self._due.drop(seq)
+                self._batch.hold(seq)
 
     def _end_prefill(self, seq: Sequence, record: StepRecord) -> None:
         to_sample = seq.total_len - len(seq.tokens) - 1  # after the one of this step
@@ -285,7 +290,30 @@ class Scheduler:
         if late:
             for blocks in self._in_flight.releasable(record.step):
                 self._tables.pool.release(blocks)
+        for seq in record.with_grammar:
+            if seq.is_alive:
+                seq.mask = None
+                self.masks_wanted.append(seq)
         return updates
+
+    # ------------------------------------------------------------ grammars
+
+    def allow(self, seq: Sequence, mask: TokenMask) -> None:
+        """What the next token of `seq` may be; it takes part in the next step. It may have ended
+        meanwhile."""
+        if self._seqs.get(seq.key) is not seq:
+            return
+        seq.mask = mask
+        if seq.state is SequenceState.HELD:
+            self._batch.start_decode(seq)
+            self._due.resume(seq, self._step, seq.total_len - len(seq.tokens))
+
+    def complete(self, seq: Sequence) -> list[SequenceUpdate]:
+        """Nothing may follow the text of `seq`, which ends so; no update when it has ended."""
+        if self._seqs.get(seq.key) is not seq:
+            return []
+        self._finish(seq, "stop")
+        return [SequenceUpdate(seq, finish_reason="stop")]
 
     # ------------------------------------------------------------ recovery
 
@@ -300,21 +328,11 @@ class Scheduler:
         for seq in self._seqs.values():
             seq.return_to_queue()
         self._queue.replace(self._seqs.values())
-        ends = [self._fit_again(seq) for seq in self._queue]
+        ends = [fit_again(seq, self.limits) for seq in self._queue]
         updates = [update for update in ends if update is not None]
         for update in updates:
             self._finish(update.seq, update.finish_reason or "")
         return updates
-
-    def _fit_again(self, seq: Sequence) -> SequenceUpdate | None:
-        """Under new limits; None when it goes on."""
-        try:
-            prepare(seq, self.limits)
-        except InvalidRequestError as error:
-            failure = RequestFailedError(f"After the workers were replaced: {error}")
-            return SequenceUpdate(seq, finish_reason="error", error=failure)
-        end = finish_on_arrival(seq)
-        return end and SequenceUpdate(seq, finish_reason=end[0], stop_reason=end[1])
 
     def admit_only(self, keys: Iterable[SeqKey] | None) -> None:
         """Until called with None, only these sequences run; others are put back into the queue.
@@ -323,13 +341,7 @@ class Scheduler:
 
     def in_flight_keys(self, step: int | None = None) -> list[SeqKey]:
         """Running sequences that take part in `step`, or in any step under way."""
-        seqs = {
-            seq: None
-            for record in self._in_flight
-            if step is None or record.step == step
-            for seq in record.sequences()
-        }
-        return [seq.key for seq in seqs if seq.is_alive]
+        return [seq.key for seq in self._in_flight.sequences(step) if seq.is_alive]
 
     # ------------------------------------------------------------ what others may see
 

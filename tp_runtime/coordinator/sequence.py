@@ -18,6 +18,7 @@ from tp_runtime.coordinator.limits import SchedulerLimits
 from tp_runtime.errors import InvalidRequestError, TPRuntimeError
 from tp_runtime.messages import RowSampling, TokenLogprobs
 from tp_runtime.sampling_params import SamplingParams
+from tp_runtime.text.grammar import Grammar, TokenMask
 
 
 class SeqKey(NamedTuple):
@@ -28,11 +29,13 @@ class SeqKey(NamedTuple):
 
 
 class SequenceState(enum.Enum):
-    """ENDING: the step that samples the last token is planned, its answer is not here yet."""
+    """HELD: in a row, and in no step before the mask of its next token is known. ENDING: the step
+    that samples the last token is planned, its answer is not here yet."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
+    HELD = "held"
     ENDING = "ending"
     FINISHED = "finished"
 
@@ -60,9 +63,11 @@ class Sequence:
         "computed",
         "end_due",
         "end_ids",
+        "grammar",
         "hashes",
         "key",
         "last_step",
+        "mask",
         "num_cached_tokens",
         "num_preemptions",
         "num_registered",
@@ -102,6 +107,10 @@ class Sequence:
             raise InvalidRequestError(
                 f"Token ids must be integers between 0 and the vocabulary size ({error})."
             ) from None
+        self.grammar: Grammar | None = None
+        """Only the grammar threads look into it."""
+        self.mask: TokenMask | None = None
+        """With a grammar: what the next token may be; None while that is not known."""
         self.state = SequenceState.WAITING
         self.order = -1
         """Rank of arrival in the scheduler; older sequences have smaller numbers."""
@@ -157,8 +166,8 @@ class Sequence:
     @property
     def needs_answer(self) -> bool:
         """Whether an answer may end it early (end id, stop string), so that steps planned far
-        ahead could be wasted."""
-        if self.params.stop:
+        ahead could be wasted, or others' steps would keep it waiting (a grammar)."""
+        if self.params.stop or self.grammar is not None:
             return True
         return bool(self.end_ids) and self.params.min_tokens < self.total_len - self.prompt_len
 

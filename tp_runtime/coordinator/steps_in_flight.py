@@ -38,6 +38,8 @@ class StepRecord:
     """Decode rows that began a new block in this step."""
     ending: list[Sequence] = dataclasses.field(default_factory=list)
     """Sequences whose last token, or last prompt token when none is wanted, this step computes."""
+    with_grammar: tuple[Sequence, ...] = ()
+    """Those of `sampled` that are drawn under a mask."""
 
     def sequences(self) -> list[Sequence]:
         return [*self.decode, *(chunk.seq for chunk in self.chunks)]
@@ -64,6 +66,11 @@ class StepsInFlight:
     def holds_blocks(self) -> bool:
         """Whether a row was dropped while steps with it are under way."""
         return bool(self._held)
+
+    def sequences(self, step: int | None = None) -> list[Sequence]:
+        """Those that take part in `step`, or in any step under way; each once."""
+        records = [r for r in self._records if step is None or r.step == step]
+        return list(dict.fromkeys(seq for record in records for seq in record.sequences()))
 
     def publish(self, record: StepRecord) -> None:
         self._records.append(record)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from tp_runtime.coordinator.admission import prepare
 from tp_runtime.coordinator.client_request import ClientRequest
+from tp_runtime.coordinator.grammar_threads import GrammarThreads
 from tp_runtime.coordinator.inbox import Inbox, RequestKey, SubmittedRequest
 from tp_runtime.coordinator.limits import SchedulerLimits
 from tp_runtime.coordinator.prompt_pool import PromptPool
@@ -35,6 +36,7 @@ from tp_runtime.messages import (
     Tokenized,
     encode,
 )
+from tp_runtime.text.grammar import GrammarCompiler
 from tp_runtime.text.tokenizer import Tokenizer
 from tp_runtime.thread_name import name_this_thread
 
@@ -81,6 +83,7 @@ class TextThreads:
         tokenizer: Tokenizer | None,
         inbox: Inbox,
         send: Callable[[list[Outgoing]], None],
+        compiler: GrammarCompiler | None = None,
     ) -> None:
         self._inbox = inbox
         self._send = send
@@ -92,7 +95,10 @@ class TextThreads:
         self._touched: dict[SampleText, ClientRequest] = {}
         self._deltas: dict[bytes, list[SampleDelta]] = {}
         self._outgoing: list[Outgoing] = []
-        self._prompts = PromptPool(tokenizer, inbox, self._register, self._refuse, self._reply)
+        self.grammars = GrammarThreads(compiler, inbox)
+        self._prompts = PromptPool(
+            tokenizer, inbox, self._register, self._refuse, self._reply, self.grammars
+        )
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
         self._thread.start()
 
@@ -117,6 +123,7 @@ class TextThreads:
     def close(self, timeout_s: float = 1.0) -> None:
         """Sends what was given so far, then ends the threads."""
         self._prompts.close()
+        self.grammars.close()
         self._work.put(_Close())
         self._thread.join(timeout_s)
 

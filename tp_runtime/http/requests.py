@@ -12,7 +12,8 @@ from typing import Any
 from msgspec import UNSET, Struct, UnsetType
 
 from tp_runtime.http.errors import ApiError
-from tp_runtime.sampling_params import SamplingParams
+from tp_runtime.http.response_format import structured_outputs_of
+from tp_runtime.sampling_params import SamplingParams, StructuredOutputsParams
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -47,6 +48,10 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     skip_special_tokens: bool | None = None
+    response_format: Any = None
+    """As in OpenAI's API: text, json_object or json_schema. See `http.response_format`."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """vLLM's field, which can do more."""
     timeout: float | None = None
     """Seconds after which the request ends with status 408."""
     user: str | None = None
@@ -64,6 +69,9 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
         """`more` wins over the fields of this struct. Raises InvalidRequestError."""
         names = SamplingParams.__struct_fields__
         given = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        given["structured_outputs"] = structured_outputs_of(
+            self.response_format, self.structured_outputs
+        )
         given.update(more)
         given = {name: value for name, value in given.items() if value is not None}
         if isinstance(given.get("stop"), str):
@@ -88,7 +96,6 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     suffix: Any = None
     best_of: int | None = None
     prompt_logprobs: Any = None
-    response_format: Any = None
 
     def prompts(self) -> list[str | list[int]]:
         """One by one. Raises ApiError."""
@@ -115,7 +122,6 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
         _refuse("suffix", self.suffix not in (None, ""))
         _refuse("best_of", (self.best_of or 1) > 1)
         _refuse("prompt_logprobs", self.prompt_logprobs is not None, "use echo with logprobs")
-        _check_format(self.response_format)
         if self.echo and self.stream and self.logprobs is not None:
             raise ApiError(
                 400, "echo with logprobs cannot be streamed; leave stream out.", param="stream"
@@ -137,7 +143,6 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
     parallel_tool_calls: bool | None = None
     functions: Any = None
     function_call: Any = None
-    response_format: Any = None
     modalities: list[str] | None = None
     audio: Any = None
     prediction: Any = None
@@ -157,7 +162,6 @@ class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=
             _refuse(name, getattr(self, name) is not None)
         if self.reasoning_effort is not None:
             _refuse("reasoning_effort", True, "use chat_template_kwargs of the model")
-        _check_format(self.response_format)
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true.", param="top_logprobs")
 
@@ -206,18 +210,6 @@ def _refuse(name: str, given: bool, instead: str = "leave it out") -> None:
             400,
             f"This server does not support {name!r} with that value; {instead}.",
             param=name,
-            code="unsupported_parameter",
-        )
-
-
-def _check_format(response_format: Any) -> None:
-    kind = response_format.get("type") if isinstance(response_format, dict) else response_format
-    if kind not in (None, "text"):
-        raise ApiError(
-            400,
-            f"response_format {kind!r} is not supported: this server does not constrain what a "
-            'model writes; leave the field out, or give {"type": "text"}.',
-            param="response_format",
             code="unsupported_parameter",
         )
 

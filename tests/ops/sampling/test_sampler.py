@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 
 from tp_runtime.ops.sampling.philox import gumbel, philox_words, uniform
 from tp_runtime.ops.sampling.sampler import (
+    Allowed,
     Entries,
     Penalties,
     SamplingBatch,
     SamplingClass,
+    process,
     sample,
     top_logprobs,
 )
@@ -193,6 +195,24 @@ def test_blocked_ids_are_impossible_below_min_position_only() -> None:
         ),
     )
     assert sample(logits, b).tolist() == [0, 4]
+
+
+def test_only_allowed_ids_are_drawn_and_other_rows_stay_as_they_are() -> None:
+    logits = torch.randn(3, 21, generator=torch.Generator().manual_seed(0))
+    bits = torch.tensor([[0b0000_0100, 0b1000_0000], [255, 255]], dtype=torch.uint8)
+    allowed = Allowed(torch.tensor([1, 0]), bits, torch.tensor([True, False]))
+    found = process(logits, batch(3, allowed=allowed))
+    assert torch.isfinite(found[1]).nonzero()[:, 0].tolist() == [2, 15]  # 16 to 20: past the bits
+    assert torch.equal(found[1, [2, 15]], logits[1, [2, 15]])
+    assert torch.equal(found[[0, 2]], logits[[0, 2]])
+
+
+def test_a_mask_does_not_hide_logits_that_are_not_finite() -> None:
+    bits = torch.tensor([[1]] * 3, dtype=torch.uint8)
+    allowed = Allowed(torch.arange(3), bits, torch.ones(3, dtype=torch.bool))
+    logits = torch.zeros(3, 8)
+    logits[0, 5], logits[1, 5] = float("nan"), float("inf")
+    assert sample(logits, batch(3, allowed=allowed)).tolist() == [-1, -1, 0]
 
 
 def test_a_draw_does_not_depend_on_its_batch() -> None:
