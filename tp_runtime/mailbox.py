@@ -11,6 +11,8 @@ import os
 from collections import deque
 from typing import Generic, TypeVar
 
+from tp_runtime.transport.eventfd import eventfd_read, eventfd_write
+
 T = TypeVar("T")
 
 
@@ -28,12 +30,12 @@ class Mailbox(Generic[T]):
     def put(self, item: T) -> None:
         """From any thread."""
         self._items.append(item)
-        os.eventfd_write(self._doorbell, 1)
+        eventfd_write(self._doorbell)
 
     def drain(self) -> list[T]:
         """Everything put so far, in order; never waits. For the one reader."""
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._doorbell)
+            eventfd_read(self._doorbell)
         items = []
         with contextlib.suppress(IndexError):
             while True:

@@ -10,8 +10,8 @@ from zlib import crc32
 from tests.coordinator.fake_worker import FakeWorker, expected_ids
 from tp_runtime.coordinator.limits import SchedulerLimits
 from tp_runtime.coordinator.scheduler import Scheduler
-from tp_runtime.coordinator.sequence import SeqKey, Sequence, SequenceUpdate
-from tp_runtime.messages import Answer, StepPlan, pack_ids
+from tp_runtime.coordinator.sequence import SeqKey, Sequence, SequenceUpdate, SteadyTokens
+from tp_runtime.messages import Answer, StepPlan, pack_ids, unpack_ids
 from tp_runtime.sampling_params import SamplingParams
 from tp_runtime.text.grammar import TokenMask
 
@@ -48,6 +48,17 @@ def make_seq(
     return Sequence(SeqKey(name, sample), prompt, sampling, seed=seed, generated=generated)
 
 
+def one_by_one(steady: SteadyTokens) -> list[SequenceUpdate]:
+    """The same as one update for each token, step after step."""
+    columns = [unpack_ids(column) for column in steady.columns]
+    assert {len(column) for column in columns} == {steady.num_steps}
+    return [
+        SequenceUpdate(seq, column[step])
+        for step in range(steady.num_steps)
+        for seq, column in zip(steady.rows, columns, strict=True)
+    ]
+
+
 class Drive:
     """`outputs[key]` are the ids handed on, `ends[key]` the finish reason."""
 
@@ -62,6 +73,8 @@ class Drive:
         self.outputs: dict[SeqKey, list[int]] = {}
         self.ends: dict[SeqKey, str] = {}
         self.updates: list[SequenceUpdate] = []
+        self.num_steady = 0
+        """Answered steps that went the short way."""
 
     def new_worker(self, generation: int) -> FakeWorker:
         limits = self.limits
@@ -94,8 +107,15 @@ class Drive:
             pass
         return len(self.under_way)
 
-    def commit(self) -> list[SequenceUpdate]:
-        updates = self.scheduler.commit(self.under_way.popleft())
+    def commit(self, number: int = 1) -> list[SequenceUpdate]:
+        """Takes the answers to the oldest steps, as the engine does."""
+        answers = [self.under_way.popleft() for _ in range(number)]
+        updates: list[SequenceUpdate] = []
+        for piece in self.scheduler.commit_all(answers):
+            if isinstance(piece, SteadyTokens):
+                self.num_steady += piece.num_steps
+                piece = one_by_one(piece)
+            updates += piece
         self._take(updates)
         return updates
 

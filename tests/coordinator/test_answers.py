@@ -53,6 +53,42 @@ def test_an_answer_nobody_waits_for_is_a_worker_failure():
         drive.scheduler.commit(Answer(0, 1, b""))
 
 
+@pytest.mark.parametrize("ids", [[-1, 3], [VOCAB, 3], [3]])
+def test_steady_answers_are_taken_together_up_to_the_first_that_is_not(ids):
+    drive = Drive(make_limits(run_ahead=8, max_model_len=200, num_blocks=200))
+    drive.add(make_seq("a", 3, 60), make_seq("b", 3, 60))
+    drive.fill_window()
+    drive.commit()
+    assert drive.fill_window() == 8
+    drive.commit(3)
+    assert drive.num_steady == 3
+    answers = list(drive.under_way)
+    answers[3] = msgspec.structs.replace(answers[3], token_ids=pack_ids(ids))
+    known = drive.scheduler.find(SeqKey("b")).num_generated
+    pieces = drive.scheduler.commit_all(answers)
+    assert next(pieces).num_steps == 3
+    if ids == [-1, 3]:  # the row fails, its later tokens are dropped, and the other goes on
+        rest = [update for piece in pieces for update in piece]
+        assert [u.seq.key.request for u in rest] == ["a", "b", "b"]
+        assert isinstance(rest[0].error, RequestFailedError)
+    else:
+        with pytest.raises(WorkerFailedError):
+            next(pieces)
+        assert drive.scheduler.find(SeqKey("b")).num_generated == known + 3
+
+
+@pytest.mark.parametrize("together", [1, 2, 5])
+def test_answers_taken_together_bring_what_they_bring_one_by_one(together):
+    drive = Drive(make_limits(run_ahead=8, max_model_len=200, num_blocks=200))
+    drive.add(make_seq("a", 3, 40), make_seq("b", 9, 25), make_seq("c", 2, 7))
+    while drive.fill_window():
+        drive.commit(min(together, len(drive.under_way)))
+        drive.scheduler.check_invariants()
+    assert drive.num_steady > 20
+    check_outputs(drive)
+    assert set(drive.ends.values()) == {"length"}
+
+
 @pytest.mark.parametrize("run_ahead", [1, 2])
 def test_a_row_whose_logits_are_not_finite_fails_alone(run_ahead):
     drive = Drive(make_limits(run_ahead=run_ahead), not_finite=[49])

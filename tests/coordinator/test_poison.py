@@ -53,7 +53,7 @@ class Scene:
         self.requests.take(SubmittedRequest(key(name), seqs))
 
     def running(self) -> set[str]:
-        return {k.request.request_id for k in self.drive.scheduler.in_flight_keys()}
+        return {k.request.request_id for k in self.drive.scheduler.in_flight.alive_keys()}
 
     def crash(self) -> bool:
         self.crashes += 1

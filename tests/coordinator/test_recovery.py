@@ -168,14 +168,14 @@ def test_resumed_tokens_that_are_not_in_the_vocabulary_are_refused():
 
 def test_the_sequences_of_the_steps_under_way_are_named():
     drive = _busy(max_num_seqs=2)
-    assert drive.scheduler.in_flight_keys() == []
+    assert drive.scheduler.in_flight.alive_keys() == []
     drive.plan()
-    assert drive.scheduler.in_flight_keys() == [SeqKey("a"), SeqKey("b")]
+    assert drive.scheduler.in_flight.alive_keys() == [SeqKey("a"), SeqKey("b")]
     drive.plan()
-    assert drive.scheduler.in_flight_keys(step=1) == [SeqKey("a"), SeqKey("b")]
-    assert drive.scheduler.in_flight_keys(step=9) == []
+    assert drive.scheduler.in_flight.alive_keys(step=1) == [SeqKey("a"), SeqKey("b")]
+    assert drive.scheduler.in_flight.alive_keys(step=9) == []
     drive.scheduler.cancel(SeqKey("a"))
-    assert drive.scheduler.in_flight_keys() == [SeqKey("b")]
+    assert drive.scheduler.in_flight.alive_keys() == [SeqKey("b")]
 
 
 def test_suspects_run_alone_one_after_another_and_then_everybody():
@@ -186,7 +186,7 @@ def test_suspects_run_alone_one_after_another_and_then_everybody():
         drive.scheduler.admit_only([SeqKey(name)])
         for _ in range(3):
             drive.round()
-        assert drive.scheduler.in_flight_keys() == [SeqKey(name)]
+        assert drive.scheduler.in_flight.alive_keys() == [SeqKey(name)]
     drive.scheduler.admit_only(None)
     drive.run()
     check_outputs(drive)
@@ -198,7 +198,7 @@ def test_restricting_admission_puts_running_rows_back_at_their_place():
     for _ in range(4):
         drive.round()
     drive.scheduler.admit_only([SeqKey("e")])
-    while drive.scheduler.in_flight_keys() != [SeqKey("e")]:
+    while drive.scheduler.in_flight.alive_keys() != [SeqKey("e")]:
         if drive.plan() is None:
             drive.commit()
     drive.scheduler.admit_only(None)
@@ -222,15 +222,15 @@ def test_a_request_that_kills_the_workers_every_time_fails_alone_and_the_others_
 
     def step_with(key: SeqKey) -> bool:
         """Goes on until `key` is in a step; whether that step kills the workers."""
-        while key not in drive.scheduler.in_flight_keys():
+        while key not in drive.scheduler.in_flight.alive_keys():
             if drive.plan() is None:
                 drive.commit()
-        return poison in drive.scheduler.in_flight_keys()
+        return poison in drive.scheduler.in_flight.alive_keys()
 
     suspects = set(drive.seqs)
     for _ in range(2):
         assert step_with(poison)
-        suspects &= set(drive.scheduler.in_flight_keys())
+        suspects &= set(drive.scheduler.in_flight.alive_keys())
         drive.crash()
     assert len(suspects) > 1
     for key in sorted(suspects):

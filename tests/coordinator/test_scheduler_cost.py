@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -19,7 +19,9 @@ from tp_runtime.sampling_params import SamplingParams
 KIB = 1024
 
 
-def _decoding(rows: int, context: int, block_size: int = 16) -> tuple[Scheduler, NullWorker]:
+def _decoding(
+    rows: int, context: int, block_size: int = 16, **params: Any
+) -> tuple[Scheduler, NullWorker]:
     """All rows prefilled, nothing under way."""
     length = context + 2000
     limits = SchedulerLimits(
@@ -34,7 +36,7 @@ def _decoding(rows: int, context: int, block_size: int = 16) -> tuple[Scheduler,
     scheduler, worker = Scheduler(limits), NullWorker()
     for i in range(rows):
         prompt = [(i + j) % 1000 + 1 for j in range(context)]
-        scheduler.add(Sequence(SeqKey(i), prompt, SamplingParams(), seed=i))
+        scheduler.add(Sequence(SeqKey(i), prompt, SamplingParams(**params), seed=i))
     plan = scheduler.plan()
     while plan is not None and plan.decode_rows is not None:
         scheduler.commit(worker.answer(plan))
@@ -89,15 +91,15 @@ def test_planning_a_steady_step_costs_the_same_for_any_number_of_rows_and_any_co
     assert counts.pop() < 60
 
 
-def test_reading_a_steady_answer_costs_one_append_per_row():
+@pytest.mark.parametrize(("steps", "calls"), [(1, 1), (8, 2)])
+def test_steady_answers_cost_a_call_or_two_per_row_however_many_there_are(steps, calls):
     counts = []
     for rows in (64, 256):
-        scheduler, worker = _decoding(rows, 32)
-        plan = scheduler.plan()
-        assert plan is not None
-        answer = worker.answer(plan)
-        counts.append(_calls(partial(scheduler.commit, answer)))
-    assert counts[1] - counts[0] == 256 - 64
+        scheduler, worker = _decoding(rows, 32, ignore_eos=True)
+        answers = [worker.answer(plan) for _ in range(steps) if (plan := scheduler.plan())]
+        assert len(answers) == steps
+        counts.append(_calls(lambda: list(scheduler.commit_all(answers))))  # noqa: B023
+    assert counts[1] - counts[0] == calls * (256 - 64)
 
 
 def test_a_full_pool_is_not_searched_for_a_waiting_prompt_in_every_step():

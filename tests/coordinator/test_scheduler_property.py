@@ -80,7 +80,7 @@ def _act(drive: Drive, rng: random.Random, action: str, name: int) -> None:
     elif action == "plan":
         drive.plan()
     elif action == "commit" and drive.under_way:
-        drive.commit()
+        drive.commit(rng.randint(1, len(drive.under_way)))
     elif action == "cancel" and drive.seqs:
         key = rng.choice(list(drive.seqs))
         if scheduler.cancel(key):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 
@@ -12,7 +13,7 @@ from tests.coordinator.fake_engine import STORY, TOKENIZER, letters, wait_until
 from tp_runtime.coordinator.client_request import ClientRequest
 from tp_runtime.coordinator.inbox import CancelRequest, Inbox, StopSample, SubmittedRequest
 from tp_runtime.coordinator.limits import SchedulerLimits
-from tp_runtime.coordinator.sequence import SequenceUpdate
+from tp_runtime.coordinator.sequence import Sequence, SequenceUpdate, SteadyTokens
 from tp_runtime.coordinator.text_threads import Outgoing, TextThreads
 from tp_runtime.errors import RequestFailedError
 from tp_runtime.messages import (
@@ -31,6 +32,16 @@ from tp_runtime.sampling_params import SamplingParams
 from tp_runtime.text.detokenizer import Detokenizer
 
 decode = msgspec.msgpack.Decoder(ServerMessage).decode
+
+
+def steady(rows: list[Sequence], columns: list[list[int]]) -> SteadyTokens:
+    return SteadyTokens(_same_rows(*rows), [pack_ids(ids) for ids in columns], len(columns[0]))
+
+
+@functools.cache
+def _same_rows(*rows: Sequence) -> tuple[Sequence, ...]:
+    """As the scheduler does, one tuple as long as the rows are the same."""
+    return rows
 
 
 class Harness:
@@ -286,15 +297,50 @@ def test_steps_that_piled_up_reach_the_client_as_one_delta_per_sample(harness: H
     harness.texts.updates([SequenceUpdate(seq, 3) for seq in seqs])
     harness.settle()  # the first token is told by itself, with its timings
     before = len(harness.messages(b"a"))
-    steps = [[SequenceUpdate(seq, token) for seq in seqs] for token in (4, 5, 6)]
-    steps[-1][0] = SequenceUpdate(seqs[0], 6, "stop")
-    harness.texts._take_steps(steps)  # as the output thread does, which is idle here
+    last = [SequenceUpdate(seqs[0], 8, "stop"), SequenceUpdate(seqs[1], 8)]
+    pieces = [steady(seqs, [[4, 5], [4, 5]]), steady(seqs, [[6, 7], [6, 7]]), last]
+    harness.texts._take(pieces, alone=True)  # as the output thread does, which is idle here
     harness.texts._flush()
     (message,) = harness.messages(b"a")[before:]
     assert isinstance(message, Outputs)
     tokens: dict[str, list[int]] = {"r": [], "s": []}
     for delta in message.deltas:
         tokens[delta.request_id] += unpack_ids(delta.token_ids)
-    assert tokens == {"r": [4, 5, 6], "s": [4, 5, 6]}
+    assert tokens == {"r": [4, 5, 6, 7, 8], "s": [4, 5, 6, 7, 8]}
     assert [d.finish_reason for d in message.deltas if d.request_id == "r"][-1] == "stop"
-    assert len([d for d in message.deltas if d.request_id == "s"]) == 1
+    assert len([d for d in message.deltas if d.request_id == "s"]) == 2  # plain, and the rest
+
+
+def test_a_fault_of_the_output_thread_ends_the_streams_it_would_tear(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seqs = [harness.submitted(b"a", name, detokenize=False).sequences[0] for name in ("r", "s")]
+    other = harness.submitted(b"a", "other", detokenize=False).sequences[0]
+
+    def fail(given: object) -> None:
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.texts, "_take_steady", fail)
+        harness.texts.steps([steady(seqs, [[4], [4]])])
+        harness.settle()
+    harness.texts.updates([SequenceUpdate(other, 4)])
+    harness.settle()
+    messages = harness.messages(b"a")
+    failed = {m.request_id: m.message for m in messages if isinstance(m, Failed)}
+    assert set(failed) == {"r", "s"} and "planted" in failed["r"]
+    assert any(isinstance(m, Outputs) for m in messages)
+
+
+def test_a_request_cancelled_among_piled_up_steps_takes_nothing_from_the_others(
+    harness: Harness,
+) -> None:
+    requests = [harness.submitted(b"a", name, detokenize=False) for name in ("r", "s")]
+    seqs = [request.sequences[0] for request in requests]
+    harness.texts.updates([SequenceUpdate(seq, 3) for seq in seqs])
+    harness.settle()
+    harness.texts.cancel(harness.texts._requests[requests[0].key])
+    harness.texts.steps([steady(seqs, [[4], [4]]), steady(seqs, [[5], [5]])])
+    harness.settle()
+    deltas = [d for m in harness.messages(b"a") if isinstance(m, Outputs) for d in m.deltas]
+    assert [i for d in deltas if d.request_id == "s" for i in unpack_ids(d.token_ids)] == [3, 4, 5]

@@ -102,9 +102,7 @@ def test_a_size_that_contradicts_torchrun_is_refused(monkeypatch, tiny):
         ("compare_logits_with_transformers", "The runtime and transformers agree."),
         pytest.param("several_clients", "4 clients got", marks=pytest.mark.slow),
         pytest.param("batch_file", "3 requests, 1 of them could not run", marks=pytest.mark.slow),
-        pytest.param(
-            "custom_sampling", "gives the same three again: True", marks=pytest.mark.slow
-        ),
+        pytest.param("custom_sampling", "gives the same three again: True", marks=pytest.mark.slow),
         pytest.param("logprobs", "least expected was", marks=pytest.mark.slow),
     ],
 )

@@ -1,49 +1,27 @@
 """Reads an answer: whose tokens these are, and who ends with them.
 
-Knows the plan's record and the sequences, not rows, blocks or the queue. A steady step costs one
-pass over the ids; only an id that could mean something (an end id of any running sequence, -1),
-logprobs, or sequences that ended meanwhile lead to the pass that looks closely.
+Knows the plan's record and the sequences, not rows, blocks or the queue. Answers that bring one
+more token to the same rows and mean nothing else are taken together, whole columns at a time. Any
+other costs one pass over the ids; only an id that could mean something (an end id of any running
+sequence, -1), logprobs, or sequences that ended meanwhile lead to the pass that looks closely.
 """
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
+
 from tp_runtime.coordinator.admission import stop_reason
-from tp_runtime.coordinator.sequence import Sequence, SequenceState, SequenceUpdate
+from tp_runtime.coordinator.sequence import (
+    Sequence,
+    SequenceState,
+    SequenceUpdate,
+    SteadyTokens,
+)
 from tp_runtime.coordinator.steps_in_flight import StepRecord
+from tp_runtime.coordinator.watched_ids import NOT_FINITE, WatchedIds
 from tp_runtime.errors import RequestFailedError, WorkerFailedError
 from tp_runtime.messages import Answer, RowLogprobs, TokenLogprobs, unpack_ids
-
-NOT_FINITE = -1
-"""In place of a sampled id: the row's logits held NaN or plus infinity."""
-
-
-class WatchedIds:
-    """The ids that end at least one of the admitted sequences, and NOT_FINITE."""
-
-    def __init__(self) -> None:
-        self._users: dict[frozenset[int], int] = {}
-        self.ids: frozenset[int] = frozenset((NOT_FINITE,))
-
-    def add(self, seq: Sequence) -> None:
-        users = self._users.get(seq.end_ids, 0)
-        self._users[seq.end_ids] = users + 1
-        if not users:
-            self._rebuild()
-
-    def remove(self, seq: Sequence) -> None:
-        users = self._users[seq.end_ids] - 1
-        if users:
-            self._users[seq.end_ids] = users
-        else:
-            del self._users[seq.end_ids]
-            self._rebuild()
-
-    @property
-    def num_users(self) -> int:
-        return sum(self._users.values())
-
-    def _rebuild(self) -> None:
-        self.ids = frozenset((NOT_FINITE,)).union(*self._users)
 
 
 def check_answer(
@@ -68,6 +46,43 @@ def check_answer(
     return ids
 
 
+def count_steady(
+    answers: Iterable[Answer],
+    records: Iterable[StepRecord],
+    generation: int,
+    vocab_size: int,
+    watched: WatchedIds,
+) -> int:
+    """How many of the first answers bring one more token to each of the same rows, all of which go
+    on, and nothing else. Nothing is raised: what is not as it should be is not steady."""
+    count, rows = 0, None
+    for answer, record in zip(answers, records, strict=False):
+        if not record.is_steady or (rows is not None and record.sampled is not rows):
+            break
+        rows = record.sampled
+        due = (generation, record.step) == (answer.generation, answer.step)
+        if not due or answer.logprobs or len(answer.token_ids) != 4 * len(rows):
+            break
+        ids = memoryview(answer.token_ids).cast("I")  # without sign, so that -1 is the largest
+        if max(ids) >= vocab_size or not (watched.nobody or watched.ids.isdisjoint(ids)):
+            break
+        count += 1
+    return count
+
+
+def take_steady(answers: list[Answer], rows: tuple[Sequence, ...]) -> SteadyTokens:
+    """Appends the ids of all these answers, which `count_steady` has counted."""
+    ids = b"".join([answer.token_ids for answer in answers])
+    if len(answers) == 1:
+        columns = [ids[at : at + 4] for at in range(0, len(ids), 4)]
+    else:
+        table, width = array("i", ids), len(rows)
+        columns = [table[row::width].tobytes() for row in range(width)]
+    for seq, column in zip(rows, columns, strict=True):
+        seq.tokens.frombytes(column)
+    return SteadyTokens(rows, columns, len(answers))
+
+
 def _check_range(ids: list[int], step: int, vocab_size: int) -> None:
     for token_id in ids:
         if token_id >= vocab_size or token_id < NOT_FINITE:
@@ -79,9 +94,9 @@ def _check_range(ids: list[int], step: int, vocab_size: int) -> None:
 
 def read_answer(
     answer: Answer, ids: list[int], record: StepRecord, watched: WatchedIds, late: bool
-) -> tuple[list[SequenceUpdate], list[SequenceUpdate]]:
-    """Appends the ids to their sequences. One update for each sequence that still runs, and, once
-    more, those with a finish reason: the caller acts on them, states are not changed here.
+) -> list[SequenceUpdate]:
+    """Appends the ids to their sequences. One update for each sequence that still runs; states are
+    not changed here, the caller acts on finish reasons.
 
     `late`: sequences may have ended while this step was under way; their ids are dropped."""
     sampled = record.sampled
@@ -91,8 +106,6 @@ def read_answer(
         for seq, token_id in zip(sampled, ids, strict=True):
             seq.tokens.append(token_id)
         updates = list(map(SequenceUpdate, sampled, ids))
-        if not record.ending:
-            return updates, []
     else:
         _collect_prompt_logprobs(answer, record)
         logprobs = _chosen_logprobs(answer)
@@ -103,7 +116,7 @@ def read_answer(
         ]
     if record.ending:
         _end_by_length(record, updates)
-    return updates, [update for update in updates if update.finish_reason is not None]
+    return updates
 
 
 def _wants_prompt_logprobs(record: StepRecord) -> bool:

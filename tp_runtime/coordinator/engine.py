@@ -25,7 +25,7 @@ from tp_runtime.coordinator.metrics import Metrics
 from tp_runtime.coordinator.poison import Quarantine
 from tp_runtime.coordinator.request_table import RequestTable
 from tp_runtime.coordinator.scheduler import Scheduler
-from tp_runtime.coordinator.sequence import SequenceUpdate
+from tp_runtime.coordinator.sequence import SequenceUpdate, SteadyTokens
 from tp_runtime.coordinator.server_state import ServerState
 from tp_runtime.coordinator.steps_in_flight import StepRecord
 from tp_runtime.coordinator.trace_file import TraceFile
@@ -42,6 +42,7 @@ from tp_runtime.messages import Answer, Stop, encode
 from tp_runtime.model_config import ModelConfig
 from tp_runtime.model_length import resolve_max_model_len
 from tp_runtime.run_folder import RunFolder
+from tp_runtime.transport.ring import RingReader
 from tp_runtime.transport.signal_pipe import SignalPipe
 from tp_runtime.transport.trace_area import SpanKind
 
@@ -57,6 +58,17 @@ FLUSH_S = 1.0
 """How long the last messages to clients may take at the end."""
 
 _decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+def _read_all(ring: RingReader) -> tuple[list[Answer], str]:
+    """Every answer that is there, and what is wrong with the one after them."""
+    answers: list[Answer] = []
+    try:
+        while (message := ring.try_read()) is not None:
+            answers.append(_decode_answer(message))
+    except (ProtocolError, msgspec.DecodeError) as error:
+        return answers, str(error)
+    return answers, ""
 
 
 class Engine:
@@ -89,7 +101,7 @@ class Engine:
         self.metrics = Metrics()
         self._activity = ActivityLog()
         self._next_activity = 0.0
-        self._fresh: list[list[SequenceUpdate]] = []
+        self._fresh: list[SteadyTokens | list[SequenceUpdate]] = []
         """Of answered steps, not yet handed over."""
         self._answered = 0
         self._draining_since: float | None = None
@@ -182,17 +194,25 @@ class Engine:
         scheduler, generation = self.scheduler, self.group.generation
         if scheduler is None or generation is None:
             return
-        while (message := generation.answers.try_read()) is not None:
-            received, record = time.monotonic_ns(), scheduler.oldest_step
-            try:
-                updates = scheduler.commit(_decode_answer(message))
-            except (WorkerFailedError, ProtocolError, msgspec.DecodeError) as error:
-                self.group.fail_answer(str(error))
-                return
-            if updates:
-                self._fresh.append(updates)
-            if record is not None:
-                self._observe(record, self._published.popleft(), received)
+        answers, broken = _read_all(generation.answers)
+        received = began = started = time.monotonic_ns()
+        records = scheduler.in_flight.oldest_steps(len(answers))
+        try:
+            for piece in scheduler.commit_all(answers):
+                done = time.monotonic_ns()
+                steps = piece.num_steps if isinstance(piece, SteadyTokens) else 1
+                for number in range(1, steps + 1):
+                    ended = began + (done - began) * number // steps
+                    self._observe(records.popleft(), received, started, ended)
+                    started = ended
+                if piece:
+                    self._fresh.append(piece)
+                began = done
+        except WorkerFailedError as error:
+            broken = str(error)
+        if broken:
+            self.group.fail_answer(broken)
+            return
         self._quarantine.progress(scheduler)
 
     def _hand_over(self) -> None:
@@ -202,8 +222,10 @@ class Engine:
             return
         started, step = time.monotonic_ns(), self._answered
         fresh, self._fresh = self._fresh, []
-        for updates in fresh:
-            self._take_updates(updates)
+        for piece in fresh:
+            if isinstance(piece, list):
+                self._note_ends(piece)
+        self._frontend.texts.steps(fresh)
         if self.scheduler is not None and self.scheduler.masks_wanted:
             wanted, self.scheduler.masks_wanted = self.scheduler.masks_wanted, []
             self._frontend.texts.grammars.advance(wanted)
@@ -211,20 +233,20 @@ class Engine:
             now = time.monotonic_ns()
             self._trace.coordinator.span(SpanKind.HAND_OVER, step, started, now)
 
-    def _take_updates(self, updates: list[SequenceUpdate]) -> None:
+    def _note_ends(self, updates: list[SequenceUpdate]) -> None:
         ended = [update for update in updates if update.finish_reason is not None]
         if ended:
             self.requests.ended(ended)
             self.metrics.ended(ended, time.monotonic_ns())
-        self._frontend.texts.updates(updates)
 
-    def _observe(self, record: StepRecord, published: int, received: int) -> None:
-        done, self._answered = time.monotonic_ns(), record.step
+    def _observe(self, record: StepRecord, received: int, started: int, done: int) -> None:
+        """`record` was answered; times in nanoseconds of CLOCK_MONOTONIC."""
+        published, self._answered = self._published.popleft(), record.step
         self.metrics.answered(record, published, received, done)
         self._activity.answered(record, published, received)
         if self._trace is not None:
             self._trace.coordinator.span(SpanKind.WAIT, record.step, published, received)
-            self._trace.coordinator.span(SpanKind.COMMIT, record.step, received, done)
+            self._trace.coordinator.span(SpanKind.COMMIT, record.step, started, done)
 
     # ------------------------------------------------------------ GroupEvents
 
@@ -237,8 +259,8 @@ class Engine:
             self.scheduler = Scheduler(limits, generation.number)
             self.requests.open(self.scheduler)
         else:
+            self._fresh.append(self.scheduler.reset(generation.number, limits))
             self._hand_over()
-            self._take_updates(self.scheduler.reset(generation.number, limits))
         self._published.clear()
         self.metrics.interrupted()
         self._activity.ready()

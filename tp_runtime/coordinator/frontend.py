@@ -276,6 +276,8 @@ class Frontend:
                 with contextlib.suppress(PeerGone):
                     self._socket.send(message.client, message.payload)
                 continue
+            if message.is_output and not client.requests:  # packed before it was cut off
+                continue
             for request_id in message.ended:
                 client.requests.pop(request_id, None)
             client.push(message, time.monotonic())

@@ -62,7 +62,7 @@ class Quarantine:
     def crashed(self, scheduler: Scheduler, cause: Failure) -> bool:
         """The workers are gone, and `scheduler` still knows what was under way. True when this
         convicted a request, which has got its error."""
-        keys = scheduler.in_flight_keys()
+        keys = scheduler.in_flight.alive_keys()
         now, since = self._clock(), self._last_crash
         self._last_crash = now
         if self._suspects:

@@ -12,10 +12,10 @@ one pass over the answered ids. Text, sockets, clocks of clients and devices are
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from tp_runtime.coordinator.admission import finish_on_arrival, fit_again, prepare
-from tp_runtime.coordinator.answers import WatchedIds, check_answer, read_answer
+from tp_runtime.coordinator.answer_reader import AnswerReader
 from tp_runtime.coordinator.batch import Batch
 from tp_runtime.coordinator.block_tables import BlockTables
 from tp_runtime.coordinator.due_steps import DecodeDue
@@ -23,18 +23,22 @@ from tp_runtime.coordinator.limits import SchedulerLimits
 from tp_runtime.coordinator.plan_builder import build_plan
 from tp_runtime.coordinator.prefills import Prefills
 from tp_runtime.coordinator.scheduler_stats import SchedulerCounters, SchedulerStats
-from tp_runtime.coordinator.sequence import SeqKey, Sequence, SequenceState, SequenceUpdate
+from tp_runtime.coordinator.sequence import (
+    SeqKey,
+    Sequence,
+    SequenceState,
+    SequenceUpdate,
+    SteadyTokens,
+)
 from tp_runtime.coordinator.steps_in_flight import PlannedChunk, StepRecord, StepsInFlight
 from tp_runtime.coordinator.waiting_queue import WaitingQueue
+from tp_runtime.coordinator.watched_ids import WatchedIds
 from tp_runtime.errors import InvalidRequestError, OverloadedError, TPRuntimeError
 from tp_runtime.messages import Answer, StepPlan
 from tp_runtime.text.grammar import TokenMask
 
 WINDOW = 2
 """Steps under way while anything may change soon: one runs, the next is ready behind it."""
-REGISTER_EVERY = 8
-"""Blocks of generated tokens are offered to the prefix cache so many at a time (a third of the cost
-of one by one) and at the end; the order number spreads this over the steps."""
 
 
 class Scheduler:
@@ -62,8 +66,11 @@ class Scheduler:
         self._step = 1
         self._tables = BlockTables(self.limits, self.counters)
         self._batch = Batch(self.limits.graph_sizes)
-        self._in_flight = StepsInFlight()
+        self.in_flight = StepsInFlight()
         self._watched = WatchedIds()
+        self._answers = AnswerReader(
+            *(generation, self.limits, self.in_flight, self._watched, self._tables, self.counters)
+        )
         self._prefills = Prefills(self.limits, self._tables, self._queue, self._clock)
         self._due = DecodeDue(self.limits.block_size)
 
@@ -137,9 +144,9 @@ class Scheduler:
         elif seq.state is not SequenceState.PREFILL:  # whose chunks are registered when planned
             # The newest token was not fed by any answered step.
             self._tables.register(seq, len(seq.tokens) - 1)
-        oldest = self._in_flight.oldest
+        oldest = self.in_flight.oldest
         if oldest is not None and last >= oldest.step:
-            self._in_flight.hold(seq.blocks, self._step - 1)
+            self.in_flight.hold(seq.blocks, self._step - 1)
         else:
             self._tables.pool.release(seq.blocks)
         seq.blocks = []
@@ -156,7 +163,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, to be published in this order. None: nothing to do now, because nothing
         runs or waits, or because an answer has to come first."""
-        if len(self._in_flight) >= self._window() or not self._clear_rows():
+        if len(self.in_flight) >= self._window() or not self._clear_rows():
             return None
         if not self._make_room():
             return None
@@ -194,7 +201,7 @@ class Scheduler:
             self._queue
             or self._prefills.active
             or self._batch.num_needing_answer
-            or self._in_flight.holds_blocks
+            or self.in_flight.holds_blocks
         ):
             return min(WINDOW, self.limits.run_ahead)
         return self.limits.run_ahead
@@ -222,7 +229,7 @@ class Scheduler:
         """Puts the sequence that arrived last among the rows back into the queue, tokens kept.
 
         False, and nothing changed, while steps are under way or when there is no row."""
-        if self._in_flight or not len(self._batch):
+        if self.in_flight or not len(self._batch):
             return False
         seq = max(self._batch.sequences(), key=lambda s: s.order)
         self._close_table(seq, last=0)
@@ -239,7 +246,7 @@ class Scheduler:
         step = record.step
         self._step += 1
         self.counters.steps += 1
-        self._in_flight.publish(record)
+        self.in_flight.publish(record)
         self._due.grown(record.grown, step)
         for seq in self._due.ends.take(step):
             self._end(seq, record)
@@ -269,27 +276,28 @@ class Scheduler:
 
     # ------------------------------------------------------------ answers
 
+    def commit_all(self, answers: list[Answer]) -> Iterator[SteadyTokens | list[SequenceUpdate]]:
+        """Takes the answers to the oldest steps under way, in order; nothing is taken beyond what
+        was asked for. What it gives is one step's, or that of several steady ones.
+
+        Raises WorkerFailedError as `commit` does; what was given before then holds."""
+        at = 0
+        while at < len(answers):
+            steady = self._answers.take_steady(answers[at:])
+            yield self.commit(answers[at]) if steady is None else steady
+            at += 1 if steady is None else steady.num_steps
+
     def commit(self, answer: Answer) -> list[SequenceUpdate]:
         """Takes the answer to the oldest step under way.
 
         Raises WorkerFailedError when it is not that answer; the workers must then be replaced."""
-        record = self._in_flight.oldest
-        ids = check_answer(answer, record, self.generation, self.limits.vocab_size)
-        assert record is not None  # checked above
-        late = self._in_flight.holds_blocks
-        updates, ended = read_answer(answer, ids, record, self._watched, late)
-        self._in_flight.answered()
-        tokens = len(updates) - sum(update.token_id < 0 for update in ended)
-        self.counters.generated_tokens += tokens
-        self.counters.dropped_tokens += len(ids) - tokens
-        for update in ended:
-            self._finish(update.seq, update.finish_reason or "")
-        for seq in record.grown:
-            if (len(seq.blocks) + seq.order) % REGISTER_EVERY == 0 and seq.is_alive:
-                self._tables.register(seq, len(seq.tokens) - 1)
-        if late:
-            for blocks in self._in_flight.releasable(record.step):
-                self._tables.pool.release(blocks)
+        record, updates = self._answers.take(answer)
+        for update in updates:
+            if update.finish_reason is not None:
+                self._finish(update.seq, update.finish_reason)
+        self._answers.register(record)
+        for blocks in self.in_flight.releasable(record.step):
+            self._tables.pool.release(blocks)
         for seq in record.with_grammar:
             if seq.is_alive:
                 seq.mask = None
@@ -339,10 +347,6 @@ class Scheduler:
         For replaying suspected requests alone."""
         self._only = None if keys is None else frozenset(keys)
 
-    def in_flight_keys(self, step: int | None = None) -> list[SeqKey]:
-        """Running sequences that take part in `step`, or in any step under way."""
-        return [seq.key for seq in self._in_flight.sequences(step) if seq.is_alive]
-
     # ------------------------------------------------------------ what others may see
 
     @property
@@ -353,17 +357,12 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Nothing waits, runs or is under way."""
-        return not self._seqs and not self._in_flight
+        return not self._seqs and not self.in_flight
 
     @property
     def next_step(self) -> int:
         """The number the next plan will have."""
         return self._step
-
-    @property
-    def oldest_step(self) -> StepRecord | None:
-        """The step whose answer is due next."""
-        return self._in_flight.oldest
 
     def find(self, key: SeqKey) -> Sequence | None:
         """A sequence that waits or runs."""
@@ -374,7 +373,7 @@ class Scheduler:
         return SchedulerStats(
             running=len(self._seqs) - len(self._queue),
             waiting=len(self._queue),
-            steps_in_flight=len(self._in_flight),
+            steps_in_flight=len(self.in_flight),
             blocks_total=pool.num_blocks,
             blocks_used=pool.num_blocks - pool.num_free,
             blocks_free=pool.num_free,
@@ -393,7 +392,7 @@ class Scheduler:
                 raise TPRuntimeError("The scheduler still keeps rows though nothing runs.")
         else:
             tables = [seq.blocks for seq in self._seqs.values()]
-            pool.check_invariants(tables + self._in_flight.held_tables())
+            pool.check_invariants(tables + self.in_flight.held_tables())
 
     def _free_rows(self) -> int:
         return max(0, self.limits.max_rows - len(self._batch))

@@ -178,6 +178,15 @@ class Sequence:
         )
 
 
+class SteadyTokens(NamedTuple):
+    """`num_steps` more tokens for each of `rows`, and nothing else to be said of them."""
+
+    rows: tuple[Sequence, ...]
+    columns: list[bytes]
+    """Of each row its tokens, oldest first, packed as `messages.pack_ids` does."""
+    num_steps: int
+
+
 class SequenceUpdate(msgspec.Struct, gc=False):
     """What one answer means for one sequence; given to the front end in the order of rows.
 

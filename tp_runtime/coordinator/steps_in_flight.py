@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 
-from tp_runtime.coordinator.sequence import Sequence
+from tp_runtime.coordinator.sequence import SeqKey, Sequence
 
 
 @dataclasses.dataclass(slots=True)
@@ -41,6 +42,11 @@ class StepRecord:
     with_grammar: tuple[Sequence, ...] = ()
     """Those of `sampled` that are drawn under a mask."""
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether its answer is one more token for some rows, so far as can be known before."""
+        return bool(self.sampled) and not (self.chunks or self.ending or self.with_grammar)
+
     def sequences(self) -> list[Sequence]:
         return [*self.decode, *(chunk.seq for chunk in self.chunks)]
 
@@ -62,22 +68,32 @@ class StepsInFlight:
     def oldest(self) -> StepRecord | None:
         return self._records[0] if self._records else None
 
+    def oldest_steps(self, number: int) -> deque[StepRecord]:
+        """Those whose answers are due next; fewer when fewer are under way."""
+        return deque(islice(self._records, number))
+
     @property
     def holds_blocks(self) -> bool:
         """Whether a row was dropped while steps with it are under way."""
         return bool(self._held)
 
-    def sequences(self, step: int | None = None) -> list[Sequence]:
-        """Those that take part in `step`, or in any step under way; each once."""
+    def alive_keys(self, step: int | None = None) -> list[SeqKey]:
+        """Running sequences that take part in `step`, or in any step; each once."""
         records = [r for r in self._records if step is None or r.step == step]
-        return list(dict.fromkeys(seq for record in records for seq in record.sequences()))
+        seqs = dict.fromkeys(seq for record in records for seq in record.sequences())
+        return [seq.key for seq in seqs if seq.is_alive]
 
     def publish(self, record: StepRecord) -> None:
         self._records.append(record)
 
-    def answered(self) -> None:
-        """The oldest step is done."""
-        self._records.popleft()
+    @property
+    def rows(self) -> tuple[Sequence, ...]:
+        """Whose ids the next answer brings."""
+        return self._records[0].sampled
+
+    def answered(self) -> StepRecord:
+        """The oldest step, which is done."""
+        return self._records.popleft()
 
     def hold(self, blocks: list[int], until: int) -> None:
         """Keeps `blocks` until step `until` is answered; `until` never falls."""

@@ -13,7 +13,7 @@ import select
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tp_runtime.coordinator.admission import prepare
 from tp_runtime.coordinator.client_request import ClientRequest
@@ -21,8 +21,8 @@ from tp_runtime.coordinator.grammar_threads import GrammarThreads
 from tp_runtime.coordinator.inbox import Inbox, RequestKey, SubmittedRequest
 from tp_runtime.coordinator.limits import SchedulerLimits
 from tp_runtime.coordinator.prompt_pool import PromptPool
-from tp_runtime.coordinator.sample_text import SampleText
-from tp_runtime.coordinator.sequence import Sequence, SequenceUpdate
+from tp_runtime.coordinator.sample_text import SampleText, pack_id
+from tp_runtime.coordinator.sequence import Sequence, SequenceUpdate, SteadyTokens
 from tp_runtime.errors import RequestFailedError, TPRuntimeError
 from tp_runtime.mailbox import Mailbox
 from tp_runtime.messages import (
@@ -35,6 +35,7 @@ from tp_runtime.messages import (
     Tokenize,
     Tokenized,
     encode,
+    unpack_ids,
 )
 from tp_runtime.text.grammar import GrammarCompiler
 from tp_runtime.text.tokenizer import Tokenizer
@@ -44,11 +45,13 @@ logger = logging.getLogger(__name__)
 
 
 class Outgoing(NamedTuple):
-    """An encoded message for a client; `ended` are the requests that it is the last word on."""
+    """An encoded message for a client; `ended` are the requests that it is the last word on.
+    `is_output`: tokens, of no use to a client whose requests are all over."""
 
     client: bytes
     payload: bytes
     ended: tuple[str, ...] = ()
+    is_output: bool = False
 
 
 class _Accepted(NamedTuple):
@@ -65,11 +68,15 @@ class _Reply(NamedTuple):
     answer: ServerMessage
 
 
+class _Steps(NamedTuple):
+    pieces: list[SteadyTokens | list[SequenceUpdate]]
+
+
 class _Close(NamedTuple):
     pass
 
 
-_Work = list[SequenceUpdate] | ClientRequest | _Accepted | _Failed | _Reply | _Close
+_Work = _Steps | ClientRequest | _Accepted | _Failed | _Reply | _Close
 
 
 class TextThreads:
@@ -138,7 +145,11 @@ class TextThreads:
 
     def updates(self, updates: list[SequenceUpdate]) -> None:
         """What one step brought; the list must not be changed afterwards."""
-        self._work.put(updates)
+        self.steps([updates])
+
+    def steps(self, pieces: list[SteadyTokens | list[SequenceUpdate]]) -> None:
+        """What several steps brought, in order; as `updates`."""
+        self._work.put(_Steps(pieces))
 
     def check_against(self, limits: SchedulerLimits) -> None:
         """From now on sequences are checked and hashed under these limits before they are
@@ -172,21 +183,43 @@ class TextThreads:
         while open_:
             poll.poll()
             work = self._work.drain()
-            steps = [item for item in work if isinstance(item, list)]
-            # One step at a time is the rule; when several have piled up, each sample gets one
-            # delta for all of them, which catches up sooner.
-            if len(work) > 1 and len(steps) == len(work):
-                self._guarded(self._take_steps, steps)
-                work = []
-            take = self._take_step if len(work) == 1 else self._take_updates
             for item in work:
-                if isinstance(item, list):
-                    self._guarded(take, item)
+                if isinstance(item, _Steps):
+                    self._take(item.pieces, alone=len(work) == 1)
                 elif isinstance(item, _Close):
                     open_ = False
                 else:
                     self._guarded(self._do, item)
             self._guarded(self._flush)
+
+    def _take(self, pieces: list[SteadyTokens | list[SequenceUpdate]], alone: bool) -> None:
+        """When several steps have piled up, each sample gets one delta for all of them, which
+        catches up sooner."""
+        alone = alone and len(pieces) == 1
+        steady: list[SteadyTokens] = []
+        for piece in pieces:
+            if steady and (isinstance(piece, list) or piece.rows is not steady[0].rows):
+                self._take_safely(self._take_steady, steady)
+                steady = []
+            if not isinstance(piece, list):
+                steady.append(piece)
+            else:
+                self._take_safely(self._take_step if alone else self._take_updates, piece)
+        if steady:
+            self._take_safely(self._take_steady, steady)
+
+    def _take_safely(self, take: Callable[[list[Any]], None], given: list[Any]) -> None:
+        """A fault that is not that of one request would leave a hole in the streams of the others:
+        all whose tokens these were end with an error."""
+        try:
+            take(given)
+        except Exception as error:
+            logger.exception("The output thread failed in %s.", take.__name__)
+            rows = (p.rows if isinstance(p, SteadyTokens) else (p.seq,) for p in given)
+            for seq in {seq for some in rows for seq in some}:
+                known = self._samples.get(seq)
+                if known is not None:
+                    self._fail(_Failed(known[1], _text_error(error)))
 
     def _guarded(self, action: Callable[..., None], *args: object) -> None:
         """No fault of one message may end the thread that serves all clients."""
@@ -207,58 +240,49 @@ class TextThreads:
 
     def _take_step(self, updates: list[SequenceUpdate]) -> None:
         """One step of all rows: what is one more token and nothing else is packed at once."""
-        samples, deltas = self._samples, self._deltas
         rest: list[SequenceUpdate] = []
-        client, mine = b"", []
         for update in updates:
             if update.finish_reason is None and update.logprobs is None:
-                known = samples.get(update.seq)
+                known = self._samples.get(update.seq)
                 if known is None:
                     continue  # cancelled, or past a stop string
                 text, request = known
                 try:
-                    delta = text.next_delta(update.token_id)
+                    delta = text.next_delta(pack_id(update.token_id))
                 except Exception as error:
                     self._fail_text(request, error)
                     continue
                 if delta is not None:
-                    if request.key.client != client:
-                        client = request.key.client
-                        mine = deltas.setdefault(client, [])
-                    mine.append(delta)
+                    self._deltas.setdefault(request.key.client, []).append(delta)
                     continue
             rest.append(update)
         self._take_updates(rest)
 
-    def _take_steps(self, steps: list[list[SequenceUpdate]]) -> None:
-        """Several steps of all rows: the plain tokens of a sample are packed together.
-
-        Whatever is not plain comes after them, so a sample's last token stays the last."""
-        plain: dict[Sequence, list[int]] = {}
-        other: set[Sequence] = set()
+    def _take_steady(self, steps: list[SteadyTokens]) -> None:
+        """Steps of the same rows: all new tokens of a row are packed at once."""
+        samples, deltas = self._samples, self._deltas
+        columns = steps[0].columns
+        if len(steps) > 1:
+            columns = [b"".join(parts) for parts in zip(*(s.columns for s in steps), strict=True)]
         rest: list[SequenceUpdate] = []
-        for updates in steps:
-            for update in updates:
-                seq = update.seq
-                if update.finish_reason is None and update.logprobs is None:
-                    ids = plain.get(seq)
-                    if ids is not None:
-                        ids.append(update.token_id)
-                        continue
-                    known = self._samples.get(seq)
-                    if known is not None and known[0].is_plain and seq not in other:
-                        plain[seq] = [update.token_id]
-                        continue
-                other.add(seq)
-                rest.append(update)
-        for seq, ids in plain.items():
-            text, request = self._samples[seq]
+        client, mine = b"", []
+        for seq, column in zip(steps[0].rows, columns, strict=True):
+            known = samples.get(seq)
+            if known is None:
+                continue  # cancelled, or past a stop string
+            text, request = known
             try:
-                delta = text.next_deltas(ids)
+                delta = text.next_delta(column)
             except Exception as error:
                 self._fail_text(request, error)
                 continue
-            self._deltas.setdefault(request.key.client, []).append(delta)
+            if delta is None:
+                rest += [SequenceUpdate(seq, token_id) for token_id in unpack_ids(column)]
+                continue
+            if request.key.client != client:
+                client = request.key.client
+                mine = deltas.setdefault(client, [])
+            mine.append(delta)
         self._take_updates(rest)
 
     def _take_updates(self, updates: list[SequenceUpdate]) -> None:
@@ -337,7 +361,7 @@ class TextThreads:
                 ended.setdefault(client, []).append(request.key.request_id)
         for client, new in deltas.items():
             last = tuple(ended.get(client, ()))
-            self._outgoing.append(Outgoing(client, encode(Outputs(new)), last))
+            self._outgoing.append(Outgoing(client, encode(Outputs(new)), last, is_output=True))
         if self._outgoing:
             outgoing, self._outgoing = self._outgoing, []
             self._send(outgoing)

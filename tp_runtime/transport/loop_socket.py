@@ -16,6 +16,8 @@ from typing import Protocol
 
 import zmq
 
+from tp_runtime.transport.eventfd import eventfd_read, eventfd_write
+
 _NEVER_MS = 86_400_000
 """Until libzmq itself reconnects, which nobody waits for. -1 (never) would drop what the peer said
 just before its end: the connection then goes together with what was received and not yet read."""
@@ -64,7 +66,7 @@ class LoopSocket:
 
     def ring(self) -> None:
         """Have the callback run at the next turn of the loop."""
-        os.eventfd_write(self._bell, 1)
+        eventfd_write(self._bell)
 
     def receive(self) -> list[bytes] | None:
         """The frames of the next message; None when nothing is there."""
@@ -72,7 +74,7 @@ class LoopSocket:
             return self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._bell)
+                eventfd_read(self._bell)
             return None
 
     def close(self, linger_s: float = 0.0) -> None:

@@ -26,6 +26,7 @@ import zlib
 from collections.abc import Callable
 
 from tp_runtime.errors import ProtocolError, WorkerFailedError
+from tp_runtime.transport.eventfd import eventfd_read, eventfd_write
 
 DEFAULT_CAPACITY = 1 << 20
 _MAGIC = 0x54505249
@@ -133,7 +134,7 @@ class RingWriter:
         self._copy_in(part)
         self._sequence = (self._sequence + 1) & 0xFFFFFFFF
         for doorbell in self._doorbells:
-            os.eventfd_write(doorbell, 1)
+            eventfd_write(doorbell)
 
     def _copy_in(self, part: bytes | memoryview) -> None:
         capacity, data = self._ring.capacity, self._ring.data
@@ -170,7 +171,7 @@ class RingReader:
         while True:
             if self._pending == 0:
                 try:
-                    self._pending = os.eventfd_read(self.doorbell)
+                    self._pending = eventfd_read(self.doorbell)
                 except BlockingIOError:
                     return None
             self._pending -= 1
