@@ -23,6 +23,7 @@ from tp_runtime.coordinator.limits import SchedulerLimits
 from tp_runtime.coordinator.load_log import LoadLog
 from tp_runtime.coordinator.metrics import Metrics
 from tp_runtime.coordinator.poison import Quarantine
+from tp_runtime.coordinator.recovery_clock import in_words
 from tp_runtime.coordinator.request_table import RequestTable
 from tp_runtime.coordinator.scheduler import Scheduler
 from tp_runtime.coordinator.sequence import SequenceUpdate
@@ -137,8 +138,10 @@ class Engine:
             self._state.change(activity=self._activity.snapshot(self.group.rank_statuses()))
         if self.scheduler is not None:
             self._quarantine.progress(self.scheduler)
+            self._recovered_idle()
             stats = self.scheduler.stats()
-            self._state.take_stats(stats, self.group.restarts, self.metrics)
+            group = self.group
+            self._state.take_stats(stats, group.restarts, self.metrics, group.recovery)
             if self._log is not None:
                 self._log.turn(now, stats)
         waited = now - self._published[0] / 1e9 if self._published else 0.0
@@ -189,6 +192,8 @@ class Engine:
                 return
             if updates:
                 self._fresh.append(updates)
+                if self.group.recovery.running:
+                    self._recovered()
             if record is not None:
                 self._observe(record, self._published.popleft(), received)
         self._quarantine.progress(scheduler)
@@ -253,6 +258,18 @@ class Engine:
             agreement.block_size,
             agreement.num_parameters,
         )
+        self._recovered_idle()
+
+    def _recovered_idle(self) -> None:
+        group, scheduler = self.group, self.scheduler
+        ready = group.recovery.running and group.state is GroupState.READY
+        if ready and scheduler is not None and not scheduler.has_work:
+            self._recovered()  # no token is waited for
+
+    def _recovered(self) -> None:
+        parts = self.group.recovery.over()
+        self._activity.recovered(parts)
+        logger.warning("%s", in_words(parts))
 
     def on_failed(self, failures: list[Failure]) -> None:
         self._failures = failures
