@@ -15,8 +15,11 @@ from tp_runtime.engine_config import EngineConfig
 from tp_runtime.errors import ServerUnavailableError, WorkerFailedError
 from tp_runtime.launch.coordinator_process import CoordinatorProcess
 from tp_runtime.messages import KeeperCommand
-from tp_runtime.run_folder import RunFolder
+from tp_runtime.run_folder import ProcessId, RunFolder
 from tp_runtime.transport.fd_socket import FdSocket
+
+END_S = 1.0
+"""Between the end of a process's sockets and its own lie milliseconds."""
 
 
 class CoordinatorReturn:
@@ -43,11 +46,17 @@ class CoordinatorReturn:
         """Whether it is this keeper that brings the coordinator back."""
         return self._start is not None
 
-    def lost(self) -> None:
-        """The connection ended without a word. Call `attempt` from now on."""
+    def lost(self, coordinator: ProcessId | None) -> bool:
+        """The connection ended without a word. True: so did the coordinator; call `attempt` from
+        now on. False: it lives, and has given this rank up."""
         self._lost_at = time.monotonic()
         if self._started is not None:
-            self._started.wait(1.0)  # reaped, and its address free
+            return self._started.wait(END_S)  # reaped, and its address free
+        while coordinator is not None and coordinator.alive():
+            if time.monotonic() > self._lost_at + END_S:
+                return False
+            time.sleep(0.005)
+        return True
 
     def attempt(self) -> FdSocket[KeeperCommand] | None:
         """A connection to the next coordinator once it listens, None until then.

@@ -48,6 +48,8 @@ HANDSHAKE_S = 3.0
 """A server that accepts a connection and does not answer for so long is tried anew."""
 SILENCE_S = 10.0
 """A server says something once a second; one that is silent for so long is taken for lost."""
+MISUNDERSTOOD_S = 60.0
+"""A server that says what cannot be read twice within this time is none of ours."""
 _RETRY_S = 0.05
 _TICK_S = 0.25
 
@@ -75,6 +77,7 @@ class Connection:
         self._give_up_at: float | None = None
         self._home: RunFolder | None = None
         """Run folder of the server, once connected, if it runs on this machine."""
+        self._misunderstood_at = float("-inf")
         self._lost_for_good: TPRuntimeError | None = None
         self._open = True
         self._ended = False
@@ -244,15 +247,26 @@ class Connection:
             while self._link is link and (message := link.receive()) is not None:
                 self._take(link, message)
         except ProtocolError as error:
-            self._lost_for_good = error
-            self._fail_all(error)
-            self._drop_link()
+            self._misunderstood(link, error)
             return
         if lost and self._link is link:
             if link.established:
                 self._lost("the connection was closed")
             else:
                 self._retry(time.monotonic())
+
+    def _misunderstood(self, link: ClientLink, error: ProtocolError) -> None:
+        """What came is no message. From a server that was understood before, once, it is an
+        accident, and the connection is replaced."""
+        now = time.monotonic()
+        last, self._misunderstood_at = self._misunderstood_at, now
+        if link.established and now - last > MISUNDERSTOOD_S and self._reconnect_timeout_s > 0:
+            logger.warning("The connection to %s is replaced: %s", self.address, error)
+            self._lost("a message of it could not be read")
+            return
+        self._lost_for_good = error
+        self._fail_all(error)
+        self._drop_link()
 
     def _take(self, link: ClientLink, message: ServerMessage) -> None:
         if isinstance(message, Outputs):

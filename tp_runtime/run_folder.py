@@ -207,14 +207,23 @@ class RunFolder:
         return "" if found is None else found.url
 
     def write_status(self, state: str, text: str = "") -> None:
-        self._write("status.json", Status(state, text))
+        """For people and programs that look; nothing depends on it, so where there is no room for
+        it (the folder's file system is often a small one in memory) the last one stays."""
+        with contextlib.suppress(OSError):
+            self._write("status.json", Status(state, text))
 
     def read_status(self) -> Status | None:
         return self._read("status.json", Status)
 
     def write_failure(self, code: str, message: str) -> bool:
-        """Record why the server ends. The first cause stays; False when there was one already."""
-        temporary = self._write_temporary("failure.json", Failure(code, message))
+        """Record why the server ends. The first cause stays; False when there was one already, or
+        no room for it."""
+        try:
+            temporary = self._write_temporary("failure.json", Failure(code, message))
+        except FileNotFoundError:
+            raise  # the folder is gone
+        except OSError:
+            return False
         try:
             os.link(temporary, self.path / "failure.json")
         except FileExistsError:
@@ -243,8 +252,13 @@ class RunFolder:
 
     def _write_temporary(self, name: str, value: msgspec.Struct) -> Path:
         temporary = self.path / f".{name}.{os.getpid()}"
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(value))
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with open(descriptor, "wb") as file:
+                file.write(msgspec.json.encode(value))
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
         return temporary
 
     def _read(self, name: str, kind: type[S]) -> S | None:

@@ -183,9 +183,12 @@ class Engine:
         scheduler, generation = self.scheduler, self.group.generation
         if scheduler is None or generation is None:
             return
-        while (message := generation.answers.try_read()) is not None:
-            received, record = time.monotonic_ns(), scheduler.oldest_step
+        while True:
+            record = scheduler.oldest_step
             try:
+                if (message := generation.answers.try_read()) is None:
+                    break
+                received = time.monotonic_ns()
                 updates = scheduler.commit(_decode_answer(message))
             except (WorkerFailedError, ProtocolError, msgspec.DecodeError) as error:
                 self.group.fail_answer(str(error))
@@ -302,6 +305,8 @@ class Engine:
 
     def _on_signals(self) -> None:
         for signum in self._signals.take():
+            if signum == signal.SIGTERM and self.group.replaces_keepers:
+                continue  # an elastic agent ends the ranks that are left; it wants no other end
             if signum == signal.SIGINT or self._draining_since is not None:
                 self._end(0, ServerUnavailableError("The server was stopped."))
                 return

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from typing import NamedTuple
 
 from tp_runtime.coordinator.activity import rank_status
+from tp_runtime.coordinator.doors import Doors
 from tp_runtime.coordinator.failure import GRACE_S, Failure, Kind, first_cause, report
 from tp_runtime.coordinator.generation import Generation, WorkerPlace
 from tp_runtime.coordinator.group_events import GroupEvents, GroupState
@@ -20,11 +20,9 @@ from tp_runtime.coordinator.handshake import CacheAgreement, Disagreement, agree
 from tp_runtime.coordinator.host import Host, RankMessage
 from tp_runtime.coordinator.local_host import LocalHost
 from tp_runtime.coordinator.recovery_clock import Part, RecoveryClock
-from tp_runtime.coordinator.relay_door import RelayDoor
 from tp_runtime.coordinator.restart_limit import RestartLimit
 from tp_runtime.engine_config import EngineConfig
 from tp_runtime.messages import (
-    KeeperMessage,
     RankStatus,
     WorkerExited,
     WorkerFailed,
@@ -33,7 +31,6 @@ from tp_runtime.messages import (
     WorkerProgress,
     WorkerReady,
 )
-from tp_runtime.transport.fd_socket import FdListener
 from tp_runtime.transport.heartbeat import Phase
 from tp_runtime.transport.loop_socket import Watcher
 
@@ -43,19 +40,6 @@ logger = logging.getLogger(__name__)
 
 KILL_DEADLINE_S = 5.0
 """A killed process that has not been reaped by then is stuck in the kernel; nothing helps it."""
-
-
-class Doors(NamedTuple):
-    """Where keepers come in: those of this host, which are ranks 0 .. `local_ranks` - 1, and
-    through relays those of the others."""
-
-    keepers: FdListener[KeeperMessage]
-    local_ranks: int
-    relays: RelayDoor | None = None
-    keeper_restarts: int | None = None
-    """How often the launcher starts lost keepers again; None: not known, so it is waited for."""
-    first_generation: int = 1
-    """Not 1: there was a coordinator before, which died, and the server did work."""
 
 
 class WorkerGroup:
@@ -170,12 +154,14 @@ class WorkerGroup:
         self._all_told()
 
     def _all_told(self) -> None:
-        """Goes on as soon as there is nobody left to wait for. (The loss of another host is told
-        after that of its workers, and is waited for.)"""
+        """Goes on when there is nobody left to wait for, or a keeper is lost: an elastic agent
+        is about to end the others. (The loss of another host is told after that of its workers,
+        and is waited for.)"""
         if self.state is GroupState.KILLING:
             self._advance_killing()
-        elif self.state is GroupState.FAILING and self._relays is None and not self._left():
-            self._kill_all()
+        elif self.state is GroupState.FAILING and self._relays is None:
+            if not self._left() or len(self._hosts) < self.size:
+                self._kill_all()
 
     def _left(self) -> bool:
         """Whether a worker that can be reached has not ended yet."""
@@ -188,8 +174,12 @@ class WorkerGroup:
         self._number += 1
         self._failures = []
         self._enter(GroupState.STARTING)
-        for host in self._all_hosts:
-            host.fork(self._number)
+        try:
+            for host in self._all_hosts:  # this one first
+                host.fork(self._number)
+        except OSError as error:
+            what = f"the memory it shares with the coordinator cannot be had: {error}"
+            self._fail(Failure(Kind.RAISED, 0, "fork", 0, what))
         if self._local.memory is not None:
             self.generation = Generation(
                 self._number, self.size, self._all_hosts, self._local.memory
@@ -227,6 +217,15 @@ class WorkerGroup:
         """Rank 0 answered something that does not belong to the oldest step under way."""
         phase, step = self._progress_of(0)
         self._fail(Failure(Kind.RAISED, 0, phase, step, error))
+
+    @property
+    def replaces_keepers(self) -> bool:
+        """Whether the launcher is about to end all ranks in order to start them again."""
+        if len(self._hosts) == self.size or not self._number:
+            return False
+        failing = self.state in (GroupState.FAILING, GroupState.KILLING)
+        waiting = self.state is GroupState.WAITING_FOR_KEEPERS
+        return waiting or (failing and self._keeper_restarts != 0)
 
     def expect_exit(self) -> None:
         """The workers were told to stop; their ends are no failures from here on."""
