@@ -58,7 +58,8 @@ class Connection:
     """Connects when there is something to do, and stays connected.
 
     `connect_timeout_s`: how long a first connection may take; `reconnect_timeout_s`: how long a
-    server that went away may take to come back (0: not at all, calls fail at once). After that all
+    server that went away may take to come back (0: not at all, calls fail at once), also one of
+    this machine that went away before the first connection. After that all
     calls fail with ServerUnavailableError, and the next call begins anew.
 
     Raises InvalidRequestError for an address that is none."""
@@ -155,7 +156,8 @@ class Connection:
         if self._give_up_at is None:
             return
         if now >= self._give_up_at:
-            self._give_up()
+            if not self._wait_for_recovery(now):
+                self._give_up()
         elif self._link is None and self._home is not None and is_over(self._home):
             self._give_up()  # nobody is left who could bring it back
         elif self._link is None and now >= self._next_attempt:
@@ -302,6 +304,18 @@ class Connection:
             self._give_up_at = time.monotonic() + self._connect_timeout_s
             self._next_attempt = 0.0
 
+    def _wait_for_recovery(self, now: float) -> bool:
+        """A first connection is given as long as a second one where the server of this machine has
+        just lost its coordinator."""
+        waited, most = self._connect_timeout_s, self._reconnect_timeout_s
+        if self._home is not None or waited >= most:
+            return False
+        home = find_home(self.address)
+        if home is None or not home.recovering():
+            return False
+        self._home, self._give_up_at = home, now + most - waited
+        return True
+
     def _lost(self, why: str) -> None:
         """An established connection is gone."""
         self._drop_link()
@@ -321,11 +335,22 @@ class Connection:
         self._next_attempt = now + _RETRY_S
 
     def _give_up(self) -> None:
-        failure = None if self._home is None else self._home.read_failure()
-        self._give_up_at = self._home = None
+        home, self._home = self._home, None
+        failure = None if home is None else home.read_failure()
+        recovering = home is not None and home.recovering()
+        self._give_up_at = None
         self._drop_link()
         if failure is not None:
             self._fail_all(failure.error())  # the server left word why it ended
+            return
+        if recovering:
+            self._fail_all(
+                ServerUnavailableError(
+                    f"The server at {self.address} is being started again and did not answer "
+                    f"within {self._reconnect_timeout_s:g} s; try again, or give a longer "
+                    "reconnect_timeout."
+                )
+            )
             return
         self._fail_all(
             ServerUnavailableError(

@@ -75,6 +75,14 @@ def process_start_time(pid: int) -> int:
     return int(fields[19])
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped this process (SIGSTOP); False when it is gone."""
+    try:
+        return "\nState:\tT" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One running server, as `server.json` tells it. `process` is its coordinator."""
 
@@ -165,6 +173,14 @@ class RunFolder:
             return ProcessId(int(parts[0]), int(parts[1])).alive()
         except (ValueError, IndexError):
             return False
+
+    def recovering(self) -> bool:
+        """Whether the server was announced, its coordinator is gone, and another one is to come:
+        nobody has said why there should be none."""
+        server = self.read_server()
+        if server is None or server.process.alive():
+            return False
+        return self.read_failure() is None and self.owner_alive()
 
     def write_config(self, config: EngineConfig) -> None:
         self._write("config.json", config)
@@ -290,13 +306,14 @@ def run_root() -> Path:
 
 
 def list_servers() -> list[ServerInfo]:
-    """The running servers of this user on this host that are open to every program.
+    """The running servers of this user on this host that are open to every program, those whose
+    coordinator is being started again among them.
 
     Folders left behind by dead processes are removed on the way."""
     servers = []
     for folder in _folders():
         info = folder.read_server()
-        if info is not None and info.process.alive():
+        if info is not None and (info.process.alive() or folder.recovering()):
             if not folder.private:
                 servers.append(info)
         elif not folder.owner_alive() and not _coordinator_alive(folder):

@@ -1,7 +1,8 @@
 """Closes the sockets of another process under it: pidfd_getfd(2), then shutdown(2).
 
 A socket that is shut down behaves, on both sides, as if its connection had ended; the process
-itself is not asked. The kernel allows it for processes that the caller may trace: its own descendants."""
+itself is not asked. The kernel allows it for processes that the caller may trace: its own
+descendants."""
 
 from __future__ import annotations
 

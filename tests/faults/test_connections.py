@@ -6,6 +6,9 @@ under way in each. Both must go on to the undisturbed answer."""
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,15 +27,16 @@ from tests.faults.fault_server import (
 )
 from tests.faults.http_stream import http_process, http_stream
 from tests.faults.sockets import close_sockets
-from tests.launch.processes import TORCHRUN
+from tests.launch.processes import ROOT, TORCHRUN
 from tests.tiny_models import make_tiny
 from tp_runtime import Client
+from tp_runtime.errors import TPRuntimeError
 from tp_runtime.messages import FRAME_HEADER
 
 TOKENS = 100
 COMMAND = (*TORCHRUN, "--max-restarts=100", "-m", "tp_runtime.launch.serve")
 """torchrun itself, because `tp-runtime serve` replaces lost keepers three times only."""
-SETTINGS = (*FLAGS, "--step-deadline", "3", "--http", "--port", "0")
+SETTINGS = (*FLAGS, "--step-deadline", "15", "--http", "--port", "0")
 
 
 @pytest.fixture(scope="module")
@@ -178,3 +182,78 @@ def test_a_closed_connection_of_a_client_is_made_again(server, undisturbed, vict
     lost = quietly(server, undisturbed, fault)
     assert lost == 0
     fault_table.add(victim, "decode", "sockets closed", Recovery(0, 0), lost)
+
+
+_CLIENT = """
+import sys
+from tp_runtime import Client
+with Client(sys.argv[1]) as client:
+    for chunk in client.generate([5, 6], max_tokens=200, ignore_eos=True, stream=True):
+        print(len(chunk.token_ids), flush=True)
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("action", ["kill", "stop"])
+def test_a_client_that_dies_or_hangs_harms_nobody(server, undisturbed, action, fault_table):
+    command = [sys.executable, "-c", _CLIENT, server.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as victim:
+        assert victim.stdout is not None
+        victim.stdout.readline()
+        recovery = Recovery(0, 0)
+
+        def fault(client: Client) -> None:
+            os.kill(victim.pid, {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[action])
+            if action == "kill":
+                started = time.monotonic()
+                wait_for(lambda: client.info().stats["running"] <= 6, 10)
+                recovery.detected_s = recovery.recovered_s = time.monotonic() - started
+
+        lost = quietly(server, undisturbed, fault)
+        victim.kill()
+    assert lost == 0
+    fault_table.add("client", "decode", action, recovery, lost)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("action", ["kill", "stop"])
+def test_an_http_process_that_dies_or_hangs_is_replaced(server, undisturbed, action, fault_table):
+    """Its own streams are cut off; those of other clients go on, and so does its port."""
+    server.wait_ready()
+    with Client(server.address) as client:
+        load = Load(client, TOKENS)
+        load.wait_tokens(20)
+        victim = http_process(server)
+        server.send(victim, action)
+        started = time.monotonic()
+        wait_for(lambda: not victim.alive(), 20)
+        detected = time.monotonic() - started
+        assert "".join(http_stream(server, TOKENS)) == undisturbed.http
+        recovery = Recovery(detected, time.monotonic() - started)
+        lost = tokens_lost(load.finish(), undisturbed.streams)
+    assert lost == 0
+    fault_table.add("HTTP process", "decode", action, recovery, lost)
+
+
+@pytest.mark.faults
+def test_a_launcher_whose_sockets_are_closed_goes_on_or_takes_everything_along(
+    tiny, tmp_path, fault_table
+):
+    """torchrun's own store is among them, in which new workers would meet."""
+    with fault_server(tmp_path, *COMMAND, tiny, *FLAGS) as server:
+        with Client(server.address) as client:
+            undisturbed = Load(client).finish()
+            load = Load(client)
+            load.wait_tokens(20)
+            started = time.monotonic()
+            assert close_sockets(server.program.process.pid) > 0
+            lost = 0
+            try:
+                lost = tokens_lost(load.finish(), undisturbed)
+                outcome = "sockets closed: goes on"
+            except TPRuntimeError:
+                outcome = "sockets closed: all end"
+                server.program.assert_all_gone(10.0)
+            recovery = Recovery(0, time.monotonic() - started)
+        assert lost == 0
+        fault_table.add("torchrun", "decode", outcome, recovery, lost)

@@ -160,7 +160,8 @@ class WorkerGroup:
         if self.state is GroupState.KILLING:
             self._advance_killing()
         elif self.state is GroupState.FAILING and self._relays is None:
-            if not self._left() or len(self._hosts) < self.size:
+            lost = len(self._hosts) < self.size
+            if lost or not self._left():
                 self._kill_all()
 
     def _left(self) -> bool:
