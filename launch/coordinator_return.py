@@ -8,15 +8,18 @@ gave up has said why in the run folder, and is not started again; nor is one tha
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 
+from tp_runtime.coordinator.restart_limit import RestartLimit
 from tp_runtime.engine_config import EngineConfig
 from tp_runtime.errors import ServerUnavailableError, WorkerFailedError
 from tp_runtime.launch.coordinator_process import CoordinatorProcess
 from tp_runtime.messages import KeeperCommand
-from tp_runtime.run_folder import RunFolder
+from tp_runtime.run_folder import ProcessId, RunFolder
 from tp_runtime.transport.fd_socket import FdSocket
+
+END_S = 1.0
+"""Between the end of a process's sockets and its own lie milliseconds."""
 
 
 class CoordinatorReturn:
@@ -35,7 +38,7 @@ class CoordinatorReturn:
         self._folder = folder
         self._start = start
         self._started = started
-        self._restarts: deque[float] = deque()
+        self._limit = RestartLimit(config.max_worker_restarts, config.restart_window_s)
         self._lost_at = 0.0
 
     @property
@@ -43,11 +46,17 @@ class CoordinatorReturn:
         """Whether it is this keeper that brings the coordinator back."""
         return self._start is not None
 
-    def lost(self) -> None:
-        """The connection ended without a word. Call `attempt` from now on."""
+    def lost(self, coordinator: ProcessId | None) -> bool:
+        """The connection ended without a word. True: so did the coordinator; call `attempt` from
+        now on. False: it lives, and has given this rank up."""
         self._lost_at = time.monotonic()
         if self._started is not None:
-            self._started.wait(1.0)  # reaped, and its address free
+            return self._started.wait(END_S)  # reaped, and its address free
+        while coordinator is not None and coordinator.alive():
+            if time.monotonic() > self._lost_at + END_S:
+                return False
+            time.sleep(0.005)
+        return True
 
     def attempt(self) -> FdSocket[KeeperCommand] | None:
         """A connection to the next coordinator once it listens, None until then.
@@ -58,7 +67,7 @@ class CoordinatorReturn:
         if failure is not None:
             raise failure.error()
         if self._start is not None and (self._started is None or self._started.ended() is not None):
-            self._note_restart(time.monotonic())
+            self._note_restart()
             try:
                 self._folder.write_status("recovering", "the coordinator is started again")
                 self._started = self._start()
@@ -71,13 +80,10 @@ class CoordinatorReturn:
                 raise
             return None
 
-    def _note_restart(self, now: float) -> None:
-        window = self._config.restart_window_s
-        while self._restarts and now - self._restarts[0] > window:
-            self._restarts.popleft()
-        if len(self._restarts) >= self._config.max_worker_restarts:
+    def _note_restart(self) -> None:
+        if not self._limit.take():
             raise WorkerFailedError(
-                f"The coordinator ended without a word {len(self._restarts) + 1} times within "
-                f"{window:g} s (--max-worker-restarts, --restart-window); its messages are above."
+                f"The coordinator ended without a word {self._limit.used + 1} times within "
+                f"{self._config.restart_window_s:g} s (--max-worker-restarts, --restart-window); "
+                "its messages are above."
             )
-        self._restarts.append(now)

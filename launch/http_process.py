@@ -14,11 +14,13 @@ import time
 
 from tp_runtime.http.settings import HttpSettings, bind, url_of
 from tp_runtime.launch.server_notice import print_failure
-from tp_runtime.run_folder import RunFolder
+from tp_runtime.run_folder import RunFolder, is_stopped
 
 API_KEY_VARIABLE = "TP_RUNTIME_API_KEY"
 CLOSE_S = 0.5
 """Answers under way get so long to leave at the end; the server itself has drained by then."""
+STOPPED_S = 5.0
+"""One that was stopped (SIGSTOP) answers nobody; after so long it is killed."""
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
 _SOUND_AFTER_S = 30.0
@@ -39,6 +41,7 @@ class HttpProcess:
         self._started = 0.0
         self._pause_s = _FIRST_PAUSE_S
         self._again_at = 0.0
+        self._stopped_at: float | None = None
         if settings.open_to_others:
             print_failure(
                 f"anybody who reaches {settings.host} port {self._socket.getsockname()[1]} can use "
@@ -51,10 +54,13 @@ class HttpProcess:
         self._start(folder)
 
     def turn(self) -> None:
-        """Starts the process again when it has ended."""
-        if self._process is None or self._folder is None or self._process.poll() is None:
+        """Starts the process again when it has ended, or stays stopped."""
+        if self._process is None or self._folder is None:
             return
         now = time.monotonic()
+        if self._process.poll() is None:
+            self._look_whether_stopped(self._process, now)
+            return
         if not self._again_at:
             status = self._process.returncode
             how = f"signal {-status}" if status < 0 else f"status {status}"
@@ -65,6 +71,14 @@ class HttpProcess:
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         if now >= self._again_at:
             self._start(self._folder)
+
+    def _look_whether_stopped(self, process: subprocess.Popen[bytes], now: float) -> None:
+        if not is_stopped(process.pid):
+            self._stopped_at = None
+        elif self._stopped_at is None:
+            self._stopped_at = now
+        elif now - self._stopped_at > STOPPED_S:
+            process.kill()
 
     def close(self) -> None:
         """Ends the process, within CLOSE_S if it can."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import select
 import signal
@@ -47,6 +48,8 @@ from tp_runtime.messages import (
 )
 from tp_runtime.run_folder import ProcessId
 from tp_runtime.transport.fd_socket import FdSocket, close_all
+
+logger = logging.getLogger(__name__)
 
 REAP_S = 1.0
 """A killed worker is gone in milliseconds; one stuck in the kernel is left to the kernel."""
@@ -87,6 +90,7 @@ class Keeper:
         self._config = config
         self._place = place
         self._coordinator: FdSocket[KeeperCommand] | None = coordinator
+        self._coordinator_process: ProcessId | None = None
         self._comes_back = comes_back
         self._silence_s: float | None = None
         """Since the coordinator's last word, this process's own stops not counted; None: it has
@@ -123,6 +127,9 @@ class Keeper:
 
     def _say_hello(self) -> None:
         place = self._place
+        if self._coordinator is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._coordinator_process = ProcessId.of(self._coordinator.peer_pid())
         self._tell(
             KeeperHello(
                 version=PROTOCOL_VERSION,
@@ -169,7 +176,9 @@ class Keeper:
         try:
             received = self._coordinator.receive()
         except ProtocolError as error:
-            self.message, self._status = str(error), exit_status.FAILED
+            # No message, as that would end the server: the launcher may start this rank again.
+            logger.error("tp_runtime: The keeper of rank %d ends: %s", self._place.rank, error)
+            self._status = exit_status.FAILED
             return
         if received is None:
             self._lose_coordinator()
@@ -197,8 +206,8 @@ class Keeper:
         self._reap_worker(REAP_S)
         if self._comes_back is None:
             self._status = exit_status.COORDINATOR_LOST
-        else:
-            self._comes_back.lost()
+        elif not self._comes_back.lost(self._coordinator_process):
+            self._status = exit_status.FAILED  # it has given this rank up, and has said so
 
     def _find_coordinator(self) -> None:
         if self._comes_back is None:
@@ -220,9 +229,9 @@ class Keeper:
             self._signal_coordinator(signal.SIGKILL)
 
     def _signal_coordinator(self, signum: int) -> None:
-        if self._coordinator is not None:
+        if self._coordinator is not None and self._coordinator_process is not None:
             with contextlib.suppress(ProcessLookupError):
-                send_signal(ProcessId.of(self._coordinator.peer_pid()), signum)
+                send_signal(self._coordinator_process, signum)
 
     def _on_signals(self) -> None:
         """SIGINT: stop now, SIGTERM: drain. Both through the coordinator, who tells all keepers;

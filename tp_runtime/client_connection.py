@@ -48,6 +48,8 @@ HANDSHAKE_S = 3.0
 """A server that accepts a connection and does not answer for so long is tried anew."""
 SILENCE_S = 10.0
 """A server says something once a second; one that is silent for so long is taken for lost."""
+MISUNDERSTOOD_S = 60.0
+"""A server that says what cannot be read twice within this time is none of ours."""
 _RETRY_S = 0.05
 _TICK_S = 0.25
 
@@ -56,7 +58,8 @@ class Connection:
     """Connects when there is something to do, and stays connected.
 
     `connect_timeout_s`: how long a first connection may take; `reconnect_timeout_s`: how long a
-    server that went away may take to come back (0: not at all, calls fail at once). After that all
+    server that went away may take to come back (0: not at all, calls fail at once), also one of
+    this machine that went away before the first connection. After that all
     calls fail with ServerUnavailableError, and the next call begins anew.
 
     Raises InvalidRequestError for an address that is none."""
@@ -75,6 +78,7 @@ class Connection:
         self._give_up_at: float | None = None
         self._home: RunFolder | None = None
         """Run folder of the server, once connected, if it runs on this machine."""
+        self._misunderstood_at = float("-inf")
         self._lost_for_good: TPRuntimeError | None = None
         self._open = True
         self._ended = False
@@ -152,7 +156,8 @@ class Connection:
         if self._give_up_at is None:
             return
         if now >= self._give_up_at:
-            self._give_up()
+            if not self._wait_for_recovery(now):
+                self._give_up()
         elif self._link is None and self._home is not None and is_over(self._home):
             self._give_up()  # nobody is left who could bring it back
         elif self._link is None and now >= self._next_attempt:
@@ -244,15 +249,26 @@ class Connection:
             while self._link is link and (message := link.receive()) is not None:
                 self._take(link, message)
         except ProtocolError as error:
-            self._lost_for_good = error
-            self._fail_all(error)
-            self._drop_link()
+            self._misunderstood(link, error)
             return
         if lost and self._link is link:
             if link.established:
                 self._lost("the connection was closed")
             else:
                 self._retry(time.monotonic())
+
+    def _misunderstood(self, link: ClientLink, error: ProtocolError) -> None:
+        """What came is no message. From a server that was understood before, once, it is an
+        accident, and the connection is replaced."""
+        now = time.monotonic()
+        last, self._misunderstood_at = self._misunderstood_at, now
+        if link.established and now - last > MISUNDERSTOOD_S and self._reconnect_timeout_s > 0:
+            logger.warning("The connection to %s is replaced: %s", self.address, error)
+            self._lost("a message of it could not be read")
+            return
+        self._lost_for_good = error
+        self._fail_all(error)
+        self._drop_link()
 
     def _take(self, link: ClientLink, message: ServerMessage) -> None:
         if isinstance(message, Outputs):
@@ -288,6 +304,18 @@ class Connection:
             self._give_up_at = time.monotonic() + self._connect_timeout_s
             self._next_attempt = 0.0
 
+    def _wait_for_recovery(self, now: float) -> bool:
+        """A first connection is given as long as a second one where the server of this machine has
+        just lost its coordinator."""
+        waited, most = self._connect_timeout_s, self._reconnect_timeout_s
+        if self._home is not None or waited >= most:
+            return False
+        home = find_home(self.address)
+        if home is None or not home.recovering():
+            return False
+        self._home, self._give_up_at = home, now + most - waited
+        return True
+
     def _lost(self, why: str) -> None:
         """An established connection is gone."""
         self._drop_link()
@@ -307,11 +335,22 @@ class Connection:
         self._next_attempt = now + _RETRY_S
 
     def _give_up(self) -> None:
-        failure = None if self._home is None else self._home.read_failure()
-        self._give_up_at = self._home = None
+        home, self._home = self._home, None
+        failure = None if home is None else home.read_failure()
+        recovering = home is not None and home.recovering()
+        self._give_up_at = None
         self._drop_link()
         if failure is not None:
             self._fail_all(failure.error())  # the server left word why it ended
+            return
+        if recovering:
+            self._fail_all(
+                ServerUnavailableError(
+                    f"The server at {self.address} is being started again and did not answer "
+                    f"within {self._reconnect_timeout_s:g} s; try again, or give a longer "
+                    "reconnect_timeout."
+                )
+            )
             return
         self._fail_all(
             ServerUnavailableError(

@@ -191,10 +191,12 @@ class RankStatus(Struct):
 
 
 class RestartReport(Struct):
-    """Workers were replaced at `at` (seconds since the epoch); `cause` is a sentence."""
+    """Workers were replaced at `at` (seconds since the epoch); `cause` is a sentence. `seconds` by
+    part of the recovery (see coordinator.recovery_clock), empty until the next token is there."""
 
     at: float
     cause: str
+    seconds: dict[str, float] = {}
 
 
 class SlowStep(Struct):

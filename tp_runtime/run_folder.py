@@ -75,6 +75,14 @@ def process_start_time(pid: int) -> int:
     return int(fields[19])
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped this process (SIGSTOP); False when it is gone."""
+    try:
+        return "\nState:\tT" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One running server, as `server.json` tells it. `process` is its coordinator."""
 
@@ -166,6 +174,14 @@ class RunFolder:
         except (ValueError, IndexError):
             return False
 
+    def recovering(self) -> bool:
+        """Whether the server was announced, its coordinator is gone, and another one is to come:
+        nobody has said why there should be none."""
+        server = self.read_server()
+        if server is None or server.process.alive():
+            return False
+        return self.read_failure() is None and self.owner_alive()
+
     def write_config(self, config: EngineConfig) -> None:
         self._write("config.json", config)
 
@@ -207,14 +223,23 @@ class RunFolder:
         return "" if found is None else found.url
 
     def write_status(self, state: str, text: str = "") -> None:
-        self._write("status.json", Status(state, text))
+        """For people and programs that look; nothing depends on it, so where there is no room for
+        it (the folder's file system is often a small one in memory) the last one stays."""
+        with contextlib.suppress(OSError):
+            self._write("status.json", Status(state, text))
 
     def read_status(self) -> Status | None:
         return self._read("status.json", Status)
 
     def write_failure(self, code: str, message: str) -> bool:
-        """Record why the server ends. The first cause stays; False when there was one already."""
-        temporary = self._write_temporary("failure.json", Failure(code, message))
+        """Record why the server ends. The first cause stays; False when there was one already, or
+        no room for it."""
+        try:
+            temporary = self._write_temporary("failure.json", Failure(code, message))
+        except FileNotFoundError:
+            raise  # the folder is gone
+        except OSError:
+            return False
         try:
             os.link(temporary, self.path / "failure.json")
         except FileExistsError:
@@ -243,8 +268,13 @@ class RunFolder:
 
     def _write_temporary(self, name: str, value: msgspec.Struct) -> Path:
         temporary = self.path / f".{name}.{os.getpid()}"
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(value))
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with open(descriptor, "wb") as file:
+                file.write(msgspec.json.encode(value))
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
         return temporary
 
     def _read(self, name: str, kind: type[S]) -> S | None:
@@ -276,13 +306,14 @@ def run_root() -> Path:
 
 
 def list_servers() -> list[ServerInfo]:
-    """The running servers of this user on this host that are open to every program.
+    """The running servers of this user on this host that are open to every program, those whose
+    coordinator is being started again among them.
 
     Folders left behind by dead processes are removed on the way."""
     servers = []
     for folder in _folders():
         info = folder.read_server()
-        if info is not None and info.process.alive():
+        if info is not None and (info.process.alive() or folder.recovering()):
             if not folder.private:
                 servers.append(info)
         elif not folder.owner_alive() and not _coordinator_alive(folder):

@@ -7,7 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,10 @@ from tests.coordinator.fake_engine import (
     wait_until,
 )
 from tp_runtime import AsyncClient, Client, StreamChunk
+from tp_runtime.coordinator.text_threads import Outgoing
 from tp_runtime.errors import (
     InvalidRequestError,
+    ProtocolError,
     ServerUnavailableError,
     TPRuntimeError,
     WorkerFailedError,
@@ -217,6 +222,73 @@ def test_a_local_server_that_cannot_come_back_is_given_up_at_once(
     owner.wait()
 
 
+@pytest.fixture
+def recovering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a server of this machine whose coordinator was killed a moment ago."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    owner = subprocess.Popen(["sleep", "100"])
+    dead = subprocess.Popen(["sleep", "100"])
+    folder = RunFolder.for_owner(ProcessId.of(owner.pid)).create()
+    address = f"ipc://{folder.client_socket}"
+    folder.write_server(
+        ServerInfo(
+            address=address,
+            model="m",
+            tensor_parallel_size=1,
+            device="cpu",
+            process=ProcessId.of(dead.pid),
+        )
+    )
+    dead.kill()
+    dead.wait()
+    yield address
+    owner.kill()
+    owner.wait()
+
+
+@contextmanager
+def server_soon(address: str) -> Iterator[None]:
+    """Another coordinator listens there after a while."""
+    servers: list[FakeServer] = []
+    timer = threading.Timer(0.8, lambda: servers.append(FakeServer(address)))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+        servers[0].close()
+
+
+@pytest.mark.parametrize("by", ["address", "itself"])
+def test_a_client_made_while_the_coordinator_is_started_again_waits_for_it(
+    recovering: str, by: str
+) -> None:
+    """It used to give up after the time for a first connection, or to find no server at all."""
+    address = recovering if by == "address" else None
+    with server_soon(recovering), Client(address, connect_timeout=0.2) as client:
+        assert client.generate("x", max_tokens=5, seed=1).token_ids == story(1, 5)
+
+
+def test_an_async_client_waits_too(recovering: str) -> None:
+    async def main() -> list[int]:
+        async with AsyncClient(recovering, connect_timeout=0.2) as client:
+            return (await client.generate("x", max_tokens=5, seed=1)).token_ids
+
+    with server_soon(recovering):
+        assert asyncio.run(asyncio.wait_for(main(), 30)) == story(1, 5)
+
+
+def test_a_coordinator_that_does_not_come_back_in_time_is_told_as_such(recovering: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(ServerUnavailableError, match=r"being started again .* within 0\.8 s"):
+        Client(recovering, connect_timeout=0.2, reconnect_timeout=0.8)
+    assert 0.7 < time.monotonic() - start < 5
+    start = time.monotonic()
+    with pytest.raises(ServerUnavailableError, match="Nobody answers"):
+        Client(recovering, connect_timeout=0.2, reconnect=False)
+    assert time.monotonic() - start < 1
+
+
 def test_async_streams_go_on_too() -> None:
     async def main() -> None:
         server = FakeServer(step_s=STEP_S)
@@ -234,6 +306,28 @@ def test_async_streams_go_on_too() -> None:
             server.close()
 
     asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_one_message_that_cannot_be_read_costs_the_connection_and_not_the_client(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with fake_server(step_s=STEP_S) as server, Client(server.address) as client:
+
+        def garble() -> None:
+            (identity,) = server.frontend._clients
+            server.frontend._outgoing.put([Outgoing(identity, b"\xc1")])
+
+        stream = client.generate("x", max_tokens=150, seed=1, stream=True)
+        text = "".join(next(stream).text for _ in range(20))
+        garble()
+        assert text + "".join(chunk.text for chunk in stream) == story_text(1, 150)
+        assert "cannot be read" in caplog.text
+        stream = client.generate("x", max_tokens=150, seed=1, stream=True)
+        next(stream)
+        wait_until(lambda: len(server.frontend._clients) == 1)
+        garble()
+        with pytest.raises(ProtocolError, match="cannot be read"):
+            list(stream)
 
 
 def test_many_requests_survive_several_restarts() -> None:

@@ -10,6 +10,7 @@ from tests.coordinator.driving import make_limits, make_seq
 from tp_runtime.coordinator.load_log import INTERVAL_S, LoadLog
 from tp_runtime.coordinator.metrics import Histogram, Metrics
 from tp_runtime.coordinator.null_worker import NullWorker
+from tp_runtime.coordinator.recovery_clock import RecoveryClock
 from tp_runtime.coordinator.scheduler import Scheduler
 from tp_runtime.coordinator.scheduler_stats import SchedulerCounters, SchedulerStats
 from tp_runtime.messages import StepPlan
@@ -48,7 +49,7 @@ def test_first_tokens_and_the_times_between_tokens_are_counted_once_each():
     while (plan := scheduler.plan()) is not None:
         answer(scheduler, metrics, plan, now)
         now += SECOND // 100
-    samples = metrics.samples(scheduler.stats())
+    samples = metrics.samples(scheduler.stats(), RecoveryClock())
     assert samples["time_to_first_token_seconds_count"] == 2
     assert samples["time_to_first_token_seconds_sum"] == pytest.approx(1.0)
     assert samples["inter_token_latency_seconds_count"] == 2 * 3

@@ -21,17 +21,20 @@ from types import ModuleType
 from typing import Any
 
 VARIABLE = "TP_RUNTIME_TEST_FAULTS"
+GARBAGE = b"\xc1 no message"
+"""0xc1 is the one byte that MessagePack never uses."""
 
 
-def plant(rank: int | str, phase: str) -> None:
-    """Do what is planned for this rank in this phase, if anything."""
+def plant(rank: int | str, phase: str) -> str:
+    """Do what is planned for this rank in this phase, if anything, and say what it was."""
     file = Path(os.environ[VARIABLE]) / f"{rank}.{phase}"
     try:
         action = file.read_text()
         file.unlink()
     except FileNotFoundError:
-        return
+        return ""
     act(action, file.with_name(f"{file.name}.done"))
+    return action
 
 
 def act(action: str, done: Path) -> None:
@@ -79,7 +82,8 @@ def change_worker(module: Any) -> None:
 
     def enter(self: Any, phase: Any, step: int = 0) -> None:
         original(self, phase, step)
-        plant(self.rank, phase.name.lower())
+        if plant(self.rank, phase.name.lower()) == "garbage":
+            self.status._socket.send(GARBAGE)
 
     module.Worker.enter = enter
 
@@ -88,16 +92,51 @@ def change_engine(module: Any) -> None:
     original = module.Engine._tick
 
     def tick(self: Any, now: float) -> None:
-        plant("coordinator", "tick")
+        action = plant("coordinator", "tick")
+        if action == "garbage to keepers":
+            for keeper in self.group._local._keepers.values():
+                keeper._socket.send(GARBAGE)
+        elif action == "garbage to clients":
+            from tp_runtime.coordinator.text_threads import Outgoing
+
+            clients = list(self._frontend._clients)
+            self._frontend._outgoing.put([Outgoing(client, GARBAGE) for client in clients])
         original(self, now)
 
     module.Engine._tick = tick
+
+
+def change_ring(module: Any) -> None:
+    """`<rank>.frame` and `coordinator.frame`: the next record to be read is damaged."""
+    original = module.RingReader._take
+
+    def take(self: Any) -> Any:
+        coordinator = "tp_runtime.coordinator.engine" in sys.modules
+        if plant("coordinator" if coordinator else os.environ["RANK"], "frame"):
+            ring = self._ring
+            ring.data[(self._read + module._RECORD.size) % ring.capacity] ^= 0x40
+        return original(self)
+
+    module.RingReader._take = take
+
+
+def change_keeper(module: Any) -> None:
+    original = module.Keeper._turn
+
+    def turn(self: Any) -> None:
+        if plant(f"keeper{self._place.rank}", "turn") and self._coordinator is not None:
+            self._coordinator._socket.send(GARBAGE)
+        original(self)
+
+    module.Keeper._turn = turn
 
 
 CHANGES: dict[str, Callable[[Any], None]] = {
     "tp_runtime.workers.runner": change_runner,
     "tp_runtime.workers.worker": change_worker,
     "tp_runtime.coordinator.engine": change_engine,
+    "tp_runtime.transport.ring": change_ring,
+    "tp_runtime.launch.keeper": change_keeper,
 }
 
 

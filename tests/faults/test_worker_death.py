@@ -18,6 +18,7 @@ from tests.faults.fault_server import (
     tokens_lost,
     wait_for,
 )
+from tests.faults.recovery_time import PARTS, measure
 from tests.tiny_models import make_tiny
 from tp_runtime import Client
 from tp_runtime.errors import WorkerFailedError
@@ -67,6 +68,22 @@ def undisturbed(server):
 @pytest.mark.parametrize(("rank", "phase", "action"), SHORT)
 def test_a_worker_that_fails_costs_no_token(server, undisturbed, rank, phase, action):
     run_case(server, undisturbed, rank, phase, action)
+
+
+def test_the_time_of_a_recovery_is_told_by_part_and_adds_up(server):
+    """As the runtime measures it, beside what a client sees of it."""
+    with Client(server.address) as client:
+        times = measure(server, client, 1, "kill")
+        stats = client.info().stats
+    assert tuple(times.parts) == PARTS
+    assert all(seconds > 0.0 for seconds in times.parts.values()), times
+    # Detection begins with the last heartbeat before the fault.
+    assert times.total - times.parts["detect"] < times.client + 0.1, times
+    assert times.client < times.total + 0.5, times
+    assert f"Recovered in {times.total:.3f} s: detect " in server.program.text()
+    counted = [stats[f'recovery_seconds_total{{part="{part}"}}'] for part in PARTS]
+    assert sum(counted) >= times.total
+    assert stats["recoveries_total"] >= 1
 
 
 @pytest.mark.faults

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from tp_runtime.coordinator.failure import Failure, describe, first_cause
 from tp_runtime.coordinator.generation import WorkerPlace
@@ -48,6 +48,12 @@ class ActivityLog:
             at = self._restarts.pop().at
             self._restarts.append(RestartReport(at, describe(first_cause(self._failing))))
         self._failing = []
+
+    def recovered(self, seconds: Mapping[str, float]) -> None:
+        """The last restart is over; `seconds` by part."""
+        if self._restarts:
+            last = self._restarts.pop()
+            self._restarts.append(RestartReport(last.at, last.cause, dict(seconds)))
 
     def answered(self, record: StepRecord, published: int, received: int) -> None:
         """Times in nanoseconds of CLOCK_MONOTONIC."""

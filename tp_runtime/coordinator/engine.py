@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections import deque
 
 import msgspec
 
@@ -23,11 +22,12 @@ from tp_runtime.coordinator.limits import SchedulerLimits
 from tp_runtime.coordinator.load_log import LoadLog
 from tp_runtime.coordinator.metrics import Metrics
 from tp_runtime.coordinator.poison import Quarantine
+from tp_runtime.coordinator.recovery_clock import in_words
 from tp_runtime.coordinator.request_table import RequestTable
 from tp_runtime.coordinator.scheduler import Scheduler
 from tp_runtime.coordinator.sequence import SequenceUpdate, SteadyTokens
 from tp_runtime.coordinator.server_state import ServerState
-from tp_runtime.coordinator.steps_in_flight import StepRecord
+from tp_runtime.coordinator.step_times import StepTimes
 from tp_runtime.coordinator.trace_file import TraceFile
 from tp_runtime.coordinator.worker_group import CacheAgreement, Doors, GroupState, WorkerGroup
 from tp_runtime.engine_config import EngineConfig
@@ -44,7 +44,6 @@ from tp_runtime.model_length import resolve_max_model_len
 from tp_runtime.run_folder import RunFolder
 from tp_runtime.transport.ring import RingReader
 from tp_runtime.transport.signal_pipe import SignalPipe
-from tp_runtime.transport.trace_area import SpanKind
 
 logger = logging.getLogger(__name__)
 
@@ -94,16 +93,14 @@ class Engine:
         self._loop = EventLoop()
         self._signals = SignalPipe({signal.SIGTERM, signal.SIGINT})
         self._failures: list[Failure] = []
-        self._published: deque[int] = deque()
-        """When each step under way was published, `time.monotonic_ns()`."""
         self._trace = TraceFile(config.trace, config.run_ahead) if config.trace else None
         self._log = None if folder.private else LoadLog()
         self.metrics = Metrics()
         self._activity = ActivityLog()
         self._next_activity = 0.0
+        self._times = StepTimes(self.metrics, self._activity, self._trace)
         self._fresh: list[SteadyTokens | list[SequenceUpdate]] = []
         """Of answered steps, not yet handed over."""
-        self._answered = 0
         self._draining_since: float | None = None
         self._status: int | None = None
         self.scheduler: Scheduler | None = None
@@ -149,11 +146,13 @@ class Engine:
             self._state.change(activity=self._activity.snapshot(self.group.rank_statuses()))
         if self.scheduler is not None:
             self._quarantine.progress(self.scheduler)
+            self._recovered_idle()
             stats = self.scheduler.stats()
-            self._state.take_stats(stats, self.group.restarts, self.metrics)
+            group = self.group
+            self._state.take_stats(stats, group.restarts, self.metrics, group.recovery)
             if self._log is not None:
                 self._log.turn(now, stats)
-        waited = now - self._published[0] / 1e9 if self._published else 0.0
+        waited = self._times.oldest_age(now)
         if waited > self._config.step_deadline_s:
             self.group.fail_hung(self.group.slowest_rank(), waited)
         if self._draining_since is not None and self._drained(now):
@@ -183,11 +182,7 @@ class Engine:
                 self.group.fail_hung(self.group.slowest_rank(), self._config.step_deadline_s)
                 return
             published = time.monotonic_ns()
-            self._published.append(published)
-            self.metrics.published(len(message), started, planned, published)
-            if self._trace is not None:
-                self._trace.coordinator.span(SpanKind.PLAN, plan.step, started, planned)
-                self._trace.coordinator.span(SpanKind.PUBLISH, plan.step, planned, published)
+            self._times.published(plan.step, len(message), started, planned, published)
             started = published
 
     def _from_answers(self) -> None:
@@ -195,19 +190,17 @@ class Engine:
         if scheduler is None or generation is None:
             return
         answers, broken = _read_all(generation.answers)
-        received = began = started = time.monotonic_ns()
+        received = started = time.monotonic_ns()
         records = scheduler.in_flight.oldest_steps(len(answers))
         try:
             for piece in scheduler.commit_all(answers):
-                done = time.monotonic_ns()
-                steps = piece.num_steps if isinstance(piece, SteadyTokens) else 1
-                for number in range(1, steps + 1):
-                    ended = began + (done - began) * number // steps
-                    self._observe(records.popleft(), received, started, ended)
-                    started = ended
+                number = piece.num_steps if isinstance(piece, SteadyTokens) else 1
+                taken = [records.popleft() for _ in range(number)]
+                started = self._times.answered(taken, received, started)
                 if piece:
                     self._fresh.append(piece)
-                began = done
+                    if self.group.recovery.running:
+                        self._recovered()
         except WorkerFailedError as error:
             broken = str(error)
         if broken:
@@ -220,7 +213,7 @@ class Engine:
         those answers: from then on the threads compete for the interpreter."""
         if not self._fresh:
             return
-        started, step = time.monotonic_ns(), self._answered
+        started = time.monotonic_ns()
         fresh, self._fresh = self._fresh, []
         for piece in fresh:
             if isinstance(piece, list):
@@ -229,24 +222,13 @@ class Engine:
         if self.scheduler is not None and self.scheduler.masks_wanted:
             wanted, self.scheduler.masks_wanted = self.scheduler.masks_wanted, []
             self._frontend.texts.grammars.advance(wanted)
-        if self._trace is not None:
-            now = time.monotonic_ns()
-            self._trace.coordinator.span(SpanKind.HAND_OVER, step, started, now)
+        self._times.handed_over(started)
 
     def _note_ends(self, updates: list[SequenceUpdate]) -> None:
         ended = [update for update in updates if update.finish_reason is not None]
         if ended:
             self.requests.ended(ended)
             self.metrics.ended(ended, time.monotonic_ns())
-
-    def _observe(self, record: StepRecord, received: int, started: int, done: int) -> None:
-        """`record` was answered; times in nanoseconds of CLOCK_MONOTONIC."""
-        published, self._answered = self._published.popleft(), record.step
-        self.metrics.answered(record, published, received, done)
-        self._activity.answered(record, published, received)
-        if self._trace is not None:
-            self._trace.coordinator.span(SpanKind.WAIT, record.step, published, received)
-            self._trace.coordinator.span(SpanKind.COMMIT, record.step, started, done)
 
     # ------------------------------------------------------------ GroupEvents
 
@@ -261,7 +243,7 @@ class Engine:
         else:
             self._fresh.append(self.scheduler.reset(generation.number, limits))
             self._hand_over()
-        self._published.clear()
+        self._times.forget()
         self.metrics.interrupted()
         self._activity.ready()
         if self._trace is not None:
@@ -280,6 +262,18 @@ class Engine:
             agreement.block_size,
             agreement.num_parameters,
         )
+        self._recovered_idle()
+
+    def _recovered_idle(self) -> None:
+        group, scheduler = self.group, self.scheduler
+        ready = group.recovery.running and group.state is GroupState.READY
+        if ready and scheduler is not None and not scheduler.has_work:
+            self._recovered()  # no token is waited for
+
+    def _recovered(self) -> None:
+        parts = self.group.recovery.over()
+        self._activity.recovered(parts)
+        logger.warning("%s", in_words(parts))
 
     def on_failed(self, failures: list[Failure]) -> None:
         self._failures = failures
@@ -287,7 +281,7 @@ class Engine:
         generation = self.group.generation
         if generation is not None:
             self._loop.unwatch(generation.answers.doorbell)
-        self._published.clear()
+        self._times.forget()
         if self.scheduler is not None:
             self._say("recovering", "workers are being replaced")
 
@@ -312,6 +306,8 @@ class Engine:
 
     def _on_signals(self) -> None:
         for signum in self._signals.take():
+            if signum == signal.SIGTERM and self.group.replaces_keepers:
+                continue  # an elastic agent ends the ranks that are left; it wants no other end
             if signum == signal.SIGINT or self._draining_since is not None:
                 self._end(0, ServerUnavailableError("The server was stopped."))
                 return

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from tp_runtime.coordinator.host import Host
 from tp_runtime.coordinator.host_memory import HostMemory
 from tp_runtime.messages import WorkerLoaded
+from tp_runtime.run_folder import is_stopped
 from tp_runtime.transport.heartbeat import Heartbeat
 from tp_runtime.transport.ring import RingReader
 
@@ -30,10 +30,7 @@ class WorkerPlace:
 
     def is_stopped(self) -> bool:
         """Whether the process was stopped by a signal. For ranks of this host."""
-        try:
-            return "\nState:\tT" in Path(f"/proc/{self.pid}/status").read_text()
-        except OSError:
-            return False
+        return self.pid is not None and is_stopped(self.pid)
 
 
 class PlanBroadcast:

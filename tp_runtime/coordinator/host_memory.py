@@ -10,7 +10,7 @@ import socket
 from dataclasses import dataclass, field
 
 from tp_runtime.messages import WorkerStatus
-from tp_runtime.transport.fd_socket import FdSocket
+from tp_runtime.transport.fd_socket import FdSocket, close_all
 from tp_runtime.transport.heartbeat import Heartbeat, create_heartbeat_page
 from tp_runtime.transport.ring import RingReader, RingWriter, create_doorbell, create_ring
 from tp_runtime.transport.trace_area import create_traced_page
@@ -46,17 +46,23 @@ class HostMemory:
         """`traced`: with room for the spans of each worker (see transport.trace_area).
 
         Raises OSError when memory or descriptors cannot be had."""
-        plan_ring, answer_ring = create_ring("tp_runtime-plans"), create_ring("tp_runtime-answers")
-        heartbeat = create_traced_page(num_workers) if traced else create_heartbeat_page()
-        bells = [create_doorbell() for _ in range(num_workers)]
-        answer_bell = create_doorbell()
-        memory = cls(
-            RingWriter(plan_ring, bells),
-            RingReader(answer_ring, answer_bell),
-            Heartbeat(heartbeat),
-        )
-        for bell in bells:
-            mine, theirs = FdSocket[WorkerStatus].pair(WorkerStatus)
+        made: list[int] = []
+        try:
+            made.append(create_ring("tp_runtime-plans"))
+            made.append(create_ring("tp_runtime-answers"))
+            made.append(create_traced_page(num_workers) if traced else create_heartbeat_page())
+            made += [create_doorbell() for _ in range(num_workers + 1)]
+            plan_ring, answer_ring, heartbeat, answer_bell, *bells = made
+            memory = cls(
+                RingWriter(plan_ring, bells),
+                RingReader(answer_ring, answer_bell),
+                Heartbeat(heartbeat),
+            )
+            pairs = [FdSocket[WorkerStatus].pair(WorkerStatus) for _ in bells]
+        except OSError:
+            close_all(made)
+            raise
+        for bell, (mine, theirs) in zip(bells, pairs, strict=True):
             mine.setblocking(False)
             fds = WorkerDescriptors(
                 plan_ring, bell, answer_ring, answer_bell, heartbeat, theirs.fileno()

@@ -15,7 +15,7 @@ import time
 
 from tp_runtime.coordinator.host import HostEvents
 from tp_runtime.coordinator.host_memory import HostMemory
-from tp_runtime.errors import ServerUnavailableError
+from tp_runtime.errors import ProtocolError, ServerUnavailableError
 from tp_runtime.messages import (
     PROTOCOL_VERSION,
     AllocateKV,
@@ -27,6 +27,7 @@ from tp_runtime.messages import (
     Pulse,
     Quit,
     WorkerExited,
+    WorkerFailed,
     WorkerForked,
 )
 from tp_runtime.transport.fd_socket import FdListener, FdSocket
@@ -74,9 +75,14 @@ class LocalHost:
 
     def _from_stranger(self, keeper: FdSocket[KeeperMessage]) -> None:
         """The first message of a connection says which rank it keeps."""
-        received = keeper.receive()
-        if received is None and not keeper.closed_by_peer:
-            return
+        try:
+            received = keeper.receive()
+        except ProtocolError as error:
+            logger.warning("Somebody at the door for keepers was turned away: %s", error)
+            received = None
+        else:
+            if received is None and not keeper.closed_by_peer:
+                return
         self._watcher.unwatch(keeper.fileno())
         hello = received[0] if received is not None else None
         if not isinstance(hello, KeeperHello) or not self._welcome(hello, keeper):
@@ -119,7 +125,12 @@ class LocalHost:
     def _from_keeper(self, rank: int) -> None:
         keeper = self._keepers.get(rank)
         while keeper is not None and self._keepers.get(rank) is keeper:
-            received = keeper.receive()
+            try:
+                received = keeper.receive()
+            except ProtocolError as error:
+                logger.error("The keeper of rank %d is ended: %s", rank, error)
+                self.kill_keeper(rank)  # its end is noticed as any other
+                return
             if received is None:
                 if keeper.closed_by_peer:
                     self._forget(rank)
@@ -161,7 +172,16 @@ class LocalHost:
             return
         status = memory.workers[rank - self.ranks.start].status
         while self.memory is memory:  # what it says may end the generation
-            received = status.receive()
+            try:
+                received = status.receive()
+            except ProtocolError as error:
+                self._watcher.unwatch(status.fileno())
+                beat = self.beat(rank)
+                phase, code = beat.phase.name.lower(), error.code
+                self._events.on_rank(
+                    rank, WorkerFailed(rank, phase, beat.step, str(error), "", code)
+                )
+                return
             if received is None:
                 if status.closed_by_peer:
                     self._watcher.unwatch(status.fileno())

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 
+from tp_runtime.coordinator.recovery_clock import RecoveryClock
 from tp_runtime.coordinator.scheduler_stats import SchedulerStats
 from tp_runtime.coordinator.sequence import SequenceUpdate
 from tp_runtime.coordinator.steps_in_flight import StepRecord
@@ -106,7 +107,7 @@ class Metrics:
         for update in updates:
             self.latency.observe(now * _NS - update.seq.arrival)
 
-    def samples(self, stats: SchedulerStats) -> dict[str, float]:
+    def samples(self, stats: SchedulerStats, recovery: RecoveryClock) -> dict[str, float]:
         """Everything, by sample name."""
         counters = stats.counters
         usage = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
@@ -122,6 +123,9 @@ class Metrics:
         }
         for reason, count in counters.ended.items():
             samples[f'request_success_total{{finished_reason="{reason}"}}'] = float(count)
+        samples["recoveries_total"] = float(recovery.recoveries)
+        for part, seconds in recovery.seconds.items():
+            samples[f'recovery_seconds_total{{part="{part.value}"}}'] = seconds
         for histogram in self.histograms:
             samples.update(histogram.samples())
         return samples

@@ -75,15 +75,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             listener.close()
             if door is not None:
                 door.close()
-    except TPRuntimeError as error:
-        folder.write_failure(error.code, str(error))
-        return 1
     except Exception as error:
         trace = traceback.format_exc()
         if _serves(folder):
             print(f"tp_runtime: the coordinator failed.\n{trace}", file=sys.stderr, flush=True)
             os._exit(CRASHED)
-        folder.write_failure("error", f"The coordinator failed ({error!r}).\n{trace}")
+        if isinstance(error, TPRuntimeError):
+            folder.write_failure(error.code, str(error))
+        else:
+            folder.write_failure("error", f"The coordinator failed ({error!r}).\n{trace}")
         return 1
     finally:
         folder.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tp_runtime.coordinator.metrics import Metrics
+from tp_runtime.coordinator.recovery_clock import RecoveryClock
 from tp_runtime.coordinator.scheduler_stats import SchedulerStats
 from tp_runtime.engine_config import EngineConfig
 from tp_runtime.messages import Info
@@ -38,7 +39,9 @@ class ServerState:
         """Replaces fields of Info."""
         self._info = msgspec.structs.replace(self._info, **fields)
 
-    def take_stats(self, stats: SchedulerStats, restarts: int, metrics: Metrics) -> None:
+    def take_stats(
+        self, stats: SchedulerStats, restarts: int, metrics: Metrics, recovery: RecoveryClock
+    ) -> None:
         """A snapshot of the scheduler's counters and of what was measured."""
         counters = stats.counters
         self.change(
@@ -53,6 +56,6 @@ class ServerState:
                 "generated_tokens": float(counters.generated_tokens),
                 "preemptions": float(counters.preemptions),
                 "worker_restarts": float(restarts),
-                **metrics.samples(stats),
+                **metrics.samples(stats, recovery),
             }
         )

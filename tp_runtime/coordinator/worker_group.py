@@ -7,22 +7,22 @@ reached is the business of its `Host`; everything here runs on the engine's thre
 
 from __future__ import annotations
 
-import enum
 import logging
+import math
 import time
-from collections import deque
-from typing import NamedTuple, Protocol
 
 from tp_runtime.coordinator.activity import rank_status
+from tp_runtime.coordinator.doors import Doors
 from tp_runtime.coordinator.failure import GRACE_S, Failure, Kind, first_cause, report
 from tp_runtime.coordinator.generation import Generation, WorkerPlace
+from tp_runtime.coordinator.group_events import GroupEvents, GroupState
 from tp_runtime.coordinator.handshake import CacheAgreement, Disagreement, agree
 from tp_runtime.coordinator.host import Host, RankMessage
 from tp_runtime.coordinator.local_host import LocalHost
-from tp_runtime.coordinator.relay_door import RelayDoor
+from tp_runtime.coordinator.recovery_clock import Part, RecoveryClock
+from tp_runtime.coordinator.restart_limit import RestartLimit
 from tp_runtime.engine_config import EngineConfig
 from tp_runtime.messages import (
-    KeeperMessage,
     RankStatus,
     WorkerExited,
     WorkerFailed,
@@ -31,7 +31,6 @@ from tp_runtime.messages import (
     WorkerProgress,
     WorkerReady,
 )
-from tp_runtime.transport.fd_socket import FdListener
 from tp_runtime.transport.heartbeat import Phase
 from tp_runtime.transport.loop_socket import Watcher
 
@@ -41,48 +40,6 @@ logger = logging.getLogger(__name__)
 
 KILL_DEADLINE_S = 5.0
 """A killed process that has not been reaped by then is stuck in the kernel; nothing helps it."""
-
-
-class GroupState(enum.Enum):
-    """Where the group stands. OVER: given up, no generation will follow."""
-
-    WAITING_FOR_KEEPERS = "waiting for keepers"
-    STARTING = "starting"
-    READY = "ready"
-    FAILING = "failing"
-    KILLING = "killing"
-    STOPPING = "stopping"
-    OVER = "over"
-
-
-class Doors(NamedTuple):
-    """Where keepers come in: those of this host, which are ranks 0 .. `local_ranks` - 1, and
-    through relays those of the others."""
-
-    keepers: FdListener[KeeperMessage]
-    local_ranks: int
-    relays: RelayDoor | None = None
-    keeper_restarts: int | None = None
-    """How often the launcher starts lost keepers again; None: not known, so it is waited for."""
-    first_generation: int = 1
-    """Not 1: there was a coordinator before, which died, and the server did work."""
-
-
-class GroupEvents(Protocol):
-    """What the owner of the group is told."""
-
-    def on_ready(self, agreement: CacheAgreement) -> None: ...
-
-    def on_failed(self, failures: list[Failure]) -> None:
-        """Workers are being killed; nothing of the generation can be used any more."""
-
-    def on_all_killed(self, cause: Failure) -> None:
-        """The last worker of a generation that was ready is gone; others may be forked next."""
-
-    def on_progress(self, text: str) -> None: ...
-
-    def on_over(self, block: str) -> None:
-        """Given up; `block` is the report for the terminal."""
 
 
 class WorkerGroup:
@@ -96,7 +53,7 @@ class WorkerGroup:
         self._hosts: dict[int, Host] = {}
         """By rank; a rank whose keeper is not there (yet) is missing."""
         self._failures: list[Failure] = []
-        self._restarts: deque[float] = deque()
+        self._limit = RestartLimit(config.max_worker_restarts, config.restart_window_s)
         self._keeper_restarts = doors.keeper_restarts
         self._since = time.monotonic()
         self._number = doors.first_generation - 1
@@ -104,6 +61,9 @@ class WorkerGroup:
         self.state = GroupState.WAITING_FOR_KEEPERS
         self.generation: Generation | None = None
         self.restarts = 0
+        self._worked = False
+        """Whether any generation was ready: before that a failure is no recovery."""
+        self.recovery = RecoveryClock()
         self._local = LocalHost(
             doors.keepers,
             watcher,
@@ -141,6 +101,8 @@ class WorkerGroup:
         if isinstance(message, WorkerForked):
             if message.generation == generation.number:
                 place.pid = message.pid
+                if all(place.pid is not None for place in generation.places):
+                    self.recovery.enter(Part.LOAD)
         elif isinstance(message, WorkerExited):
             if message.generation == generation.number:
                 self._exited(place, message)
@@ -171,23 +133,41 @@ class WorkerGroup:
 
     def _lost(self, rank: int, kind: Kind, error: str) -> None:
         phase, step = self._progress_of(rank)
+        failure = Failure(kind, rank, phase, step, error)
+        if self.state is GroupState.KILLING:
+            self._failures.append(failure)
+        else:
+            self._fail(failure)
         self._hosts.pop(rank, None)
         if self.generation is not None:
             place = self.generation.places[rank]
             place.exit_status = place.exit_status if place.exit_status is not None else -9
-        if self.state is GroupState.KILLING:
-            self._failures.append(Failure(kind, rank, phase, step, error))
-            self._advance_killing()
-        else:
-            self._fail(Failure(kind, rank, phase, step, error))
+        self._all_told()
 
     def _exited(self, place: WorkerPlace, message: WorkerExited) -> None:
         place.pid, place.exit_status = message.pid, message.status
-        if self.state is GroupState.KILLING:
-            self._advance_killing()
-        elif all(failure.rank != place.rank for failure in self._failures):
+        if self.state is not GroupState.KILLING and all(
+            failure.rank != place.rank for failure in self._failures
+        ):
             phase, step = self._progress_of(place.rank)
             self._fail(Failure.exited(place.rank, phase, step, message.status))
+        self._all_told()
+
+    def _all_told(self) -> None:
+        """Goes on when there is nobody left to wait for, or a keeper is lost: an elastic agent
+        is about to end the others. (The loss of another host is told after that of its workers,
+        and is waited for.)"""
+        if self.state is GroupState.KILLING:
+            self._advance_killing()
+        elif self.state is GroupState.FAILING and self._relays is None:
+            lost = len(self._hosts) < self.size
+            if lost or not self._left():
+                self._kill_all()
+
+    def _left(self) -> bool:
+        """Whether a worker that can be reached has not ended yet."""
+        places = self.generation.places if self.generation is not None else []
+        return any(place.exit_status is None and place.rank in self._hosts for place in places)
 
     # ------------------------------------------------------------ start
 
@@ -195,8 +175,12 @@ class WorkerGroup:
         self._number += 1
         self._failures = []
         self._enter(GroupState.STARTING)
-        for host in self._all_hosts:
-            host.fork(self._number)
+        try:
+            for host in self._all_hosts:  # this one first
+                host.fork(self._number)
+        except OSError as error:
+            what = f"the memory it shares with the coordinator cannot be had: {error}"
+            self._fail(Failure(Kind.RAISED, 0, "fork", 0, what))
         if self._local.memory is not None:
             self.generation = Generation(
                 self._number, self.size, self._all_hosts, self._local.memory
@@ -219,6 +203,8 @@ class WorkerGroup:
         agreement = agree([p.loaded for p in generation.places if p.loaded is not None])
         if isinstance(agreement, CacheAgreement):
             self._enter(GroupState.READY)
+            self._worked = True
+            self.recovery.enter(Part.PREFILL)
             self._events.on_ready(agreement.with_graphs(message.graph_sizes))
 
     # ------------------------------------------------------------ failure
@@ -232,6 +218,15 @@ class WorkerGroup:
         """Rank 0 answered something that does not belong to the oldest step under way."""
         phase, step = self._progress_of(0)
         self._fail(Failure(Kind.RAISED, 0, phase, step, error))
+
+    @property
+    def replaces_keepers(self) -> bool:
+        """Whether the launcher is about to end all ranks in order to start them again."""
+        if len(self._hosts) == self.size or not self._number:
+            return False
+        failing = self.state in (GroupState.FAILING, GroupState.KILLING)
+        waiting = self.state is GroupState.WAITING_FOR_KEEPERS
+        return waiting or (failing and self._keeper_restarts != 0)
 
     def expect_exit(self) -> None:
         """The workers were told to stop; their ends are no failures from here on."""
@@ -267,6 +262,8 @@ class WorkerGroup:
         self._failures.append(failure)
         if self.state is not GroupState.FAILING:
             self._enter(GroupState.FAILING)
+            if self._worked:
+                self.recovery.failed(self._silence_of(failure.rank))
             self._events.on_failed(self._failures)
 
     def tick(self) -> None:
@@ -307,13 +304,13 @@ class WorkerGroup:
     def _advance_killing(self) -> None:
         """Goes on when every worker that can be reached has ended."""
         generation = self.generation
-        places = generation.places if generation is not None else []
-        if any(place.exit_status is None and place.rank in self._hosts for place in places):
+        if self._left():
             return
         started = generation is not None and generation.all_ready
         self.generation = None
         for host in self._all_hosts:
             host.release()
+        self.recovery.enter(Part.FORK)
         if len(self._hosts) < self.size:
             self._replace_keepers()
             return
@@ -329,19 +326,13 @@ class WorkerGroup:
     def _may_restart(self, started: bool) -> bool:
         if not started and self._number == 1:
             return False  # it never worked: the same start would fail again
-        now = time.monotonic()
-        while self._restarts and now - self._restarts[0] > self._config.restart_window_s:
-            self._restarts.popleft()
-        if len(self._restarts) >= self._config.max_worker_restarts:
-            return False
-        self._restarts.append(now)
-        return True
+        return self._limit.take()
 
     def _why_no_restart(self, started: bool) -> str:
         if not started and self._number == 1:
             return "the server does not start."
         return (
-            f"given up after {len(self._restarts)} restarts within "
+            f"given up after {self._limit.used} restarts within "
             f"{self._config.restart_window_s:g} s (--max-worker-restarts)."
         )
 
@@ -374,7 +365,7 @@ class WorkerGroup:
 
     def forgive(self) -> None:
         """What made the workers fail is known and gone; earlier restarts do not count."""
-        self._restarts.clear()
+        self._limit.forgive()
 
     def quit(self, status: int, message: str = "") -> None:
         """End every keeper (and with it its worker) with this exit status."""
@@ -387,6 +378,12 @@ class WorkerGroup:
     def _enter(self, state: GroupState) -> None:
         self.state = state
         self._since = time.monotonic()
+
+    def _silence_of(self, rank: int) -> float:
+        """Seconds since this rank last showed itself; 0 when it never did."""
+        host = self._hosts.get(rank)
+        age = host.beat(rank).age_s if host is not None else math.inf
+        return age if age < math.inf else 0.0
 
     def _progress_of(self, rank: int) -> tuple[str, int]:
         host = self._hosts.get(rank)

@@ -112,6 +112,8 @@ _HELP = {
     "prompt_tokens": "Prompt tokens computed.",
     "generation_tokens": "Tokens generated.",
     "num_preemptions": "Samples that were put back into the queue for want of KV blocks.",
+    "recoveries": "Times that all workers were replaced.",
+    "recovery_seconds": "From the workers' last sign of life to the next token, by part.",
     "request_success": "Samples that ended, by reason.",
     "time_to_first_token_seconds": "From arrival to the first token.",
     "inter_token_latency_seconds": "Between two tokens of one sample.",
