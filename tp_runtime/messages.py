@@ -541,13 +541,34 @@ class HostSignal(Struct, tag="host_signal"):
     signum: int
 
 
+class HostSpans(Struct, tag="host_spans"):
+    """Under `--trace`: what a rank did since the last message of this kind (records of
+    transport.trace_area). `clock`: CLOCK_MONOTONIC of that host in nanoseconds when this was sent.
+    `last`: the relay ends, nothing follows."""
+
+    generation: int
+    rank: int
+    records: bytes
+    clock: int
+    last: bool = False
+
+
 class HostEnding(Struct, tag="host_ending"):
     """The relay's last message: why it ends now."""
 
     reason: str
 
 
-RelayMessage = RelayHello | FromRank | KeeperHere | KeeperGone | HostBeats | HostSignal | HostEnding
+RelayMessage = (
+    RelayHello
+    | FromRank
+    | KeeperHere
+    | KeeperGone
+    | HostBeats
+    | HostSignal
+    | HostSpans
+    | HostEnding
+)
 
 # ---------------------------------------------------------------- coordinator -> relay
 

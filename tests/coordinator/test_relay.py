@@ -34,6 +34,7 @@ from tp_runtime.transport.fd_socket import FdListener
 from tp_runtime.transport.heartbeat import Phase
 from tp_runtime.transport.numbered_stream import NumberedStream
 from tp_runtime.transport.signal_pipe import SignalPipe
+from tp_runtime.transport.trace_area import SpanKind, TraceArea
 
 
 class TwoHosts(GroupUnderTest):
@@ -313,3 +314,28 @@ def test_a_relay_that_breaks_the_protocol_is_given_up(stranger, fault):
     hosts.until(lambda: bool(hosts.events.failures))
     assert "Rank 1" in str(hosts.events.failures) or hosts.events.failures[0][0].rank == 1
     assert hosts.door.hosts == []
+
+
+def test_under_trace_the_relay_sends_what_its_ranks_did_each_span_once(make):
+    hosts = make(size=3, trace="unused")
+    hosts.start()
+    areas = {
+        keeper.rank: TraceArea.of_rank(keeper.heartbeat.fd, keeper.local_rank)
+        for keeper in hosts.keepers[1:]
+    }
+    arrived = hosts.door.spans
+    now = time.monotonic_ns()
+    for step in (1, 2):
+        for rank, area in areas.items():
+            area.span(SpanKind.RUN, step, now - 5000 + rank, now)
+        if step == 1:
+            hosts.until(lambda: all(list(arrived.spans(1, rank)) for rank in (1, 2)))
+    hosts.group.quit(0)
+    hosts.until(lambda: hosts.relay._status is not None)
+    hosts.door.wait_for_last_spans(5.0)
+    for rank in (1, 2):
+        spans = list(arrived.spans(1, rank))
+        assert [(span.kind, span.step) for span in spans] == [(SpanKind.RUN, 1), (SpanKind.RUN, 2)]
+        assert all(span.end - span.start == 5000 - rank for span in spans)
+        assert 0 <= spans[0].end - now < 1e9  # one clock here: off by the way of the message
+    assert arrived.complete({1, 2})

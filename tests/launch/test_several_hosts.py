@@ -7,6 +7,7 @@ keepers of its own, and one of them meets the coordinator over TCP alone.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -106,7 +107,11 @@ def test_tokens_equal_one_host_workers_come_back_and_a_signal_ends_both_hosts(ti
         Client(one.wait_ready(90).address) as client,
     ):
         alone = [client.generate(prompt, GREEDY).token_ids for prompt in PROMPTS]
-    with two_hosts(tiny, tmp_path) as hosts, Client(hosts.address) as client:
+    trace = tmp_path / "trace.json"
+    with (
+        two_hosts(tiny, tmp_path, "--trace", str(trace)) as hosts,
+        Client(hosts.address) as client,
+    ):
         assert client.info().tensor_parallel_size == 2
         together = [client.generate(prompt, GREEDY).token_ids for prompt in PROMPTS]
         assert together == alone
@@ -121,6 +126,22 @@ def test_tokens_equal_one_host_workers_come_back_and_a_signal_ends_both_hosts(ti
         assert "Rank 1: killed by SIGKILL" in hosts.first.text()
         hosts.other.signal(signal.SIGINT)
         assert_server_gone(hosts, 8.0)
+    check_trace(trace)
+
+
+def check_trace(file: Path) -> None:
+    """Both ranks of both generations ran every step, at about the same time."""
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    runs: dict[str, dict[int, float]] = {name: {} for name in names.values()}
+    for event in events:
+        if event["name"] == "run":
+            runs[names[event["pid"]]][event["args"]["step"]] = event["ts"]
+    for suffix in ("", ", generation 2"):
+        here, there = runs["rank 0" + suffix], runs["rank 1" + suffix]
+        common = here.keys() & there.keys()  # the step in which one was killed is its alone
+        assert len(common) > 20 and len(here.keys() ^ there.keys()) <= 16
+        assert all(abs(here[step] - there[step]) < 1e6 for step in common)
 
 
 def assert_server_gone(hosts: Hosts, seconds: float) -> None:

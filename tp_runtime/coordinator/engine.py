@@ -53,6 +53,8 @@ ACTIVITY_S = 1.0
 """How often the ranks' states are collected for the status page."""
 STOP_S = 1.0
 """How long workers may take to end in order before their keepers kill them."""
+LAST_SPANS_S = 0.5
+"""How long the last part of the trace of other hosts is waited for."""
 FLUSH_S = 1.0
 """How long the last messages to clients may take at the end."""
 
@@ -85,6 +87,7 @@ class Engine:
         launcher_pidfd: int,
     ) -> None:
         self._config = config
+        self._relays = doors.relays
         self._model = model
         self._inbox = inbox
         self._frontend = frontend
@@ -132,8 +135,11 @@ class Engine:
 
     def _write_trace(self) -> None:
         if self._trace is not None:
+            relays = self._relays
+            if relays is not None:
+                relays.wait_for_last_spans(LAST_SPANS_S)
             try:
-                self._trace.write()
+                self._trace.write(relays.spans if relays is not None else None)
             except OSError as error:
                 logger.error("The trace could not be written to %s: %s", self._config.trace, error)
 

@@ -18,6 +18,7 @@ import zmq
 
 from tp_runtime.coordinator.event_loop import EventLoop
 from tp_runtime.coordinator.host import Host, RankMessage
+from tp_runtime.coordinator.host_spans import SpanSender
 from tp_runtime.coordinator.local_host import LocalHost
 from tp_runtime.coordinator.relay_door import (
     CLOSE_S,
@@ -96,8 +97,9 @@ class Relay:
         address = f"[{coordinator_host}]" if ":" in coordinator_host else coordinator_host
         zmq_socket.setsockopt(zmq.IPV6, int(":" in coordinator_host))
         zmq_socket.connect(f"tcp://{address}:{key.port}")
-        size = config.tensor_parallel_size
-        self._host = LocalHost(listener, self._loop, self, ranks, size, traced=bool(config.trace))
+        size, traced = config.tensor_parallel_size, bool(config.trace)
+        self._host = LocalHost(listener, self._loop, self, ranks, size, traced)
+        self._spans = SpanSender(self._host, self._send) if traced else None
         self._send(
             RelayHello(
                 PROTOCOL_VERSION,
@@ -159,7 +161,11 @@ class Relay:
         elif isinstance(command, ForkWorker):
             self._ready.clear()
             self._folder.write_status("starting", "the workers start")
+            if self._spans is not None:
+                self._spans.send_rest(last=False)
             host.fork(command.generation)
+            if self._spans is not None:
+                self._spans.follow(command.generation)
         elif isinstance(command, KillWorker):
             self._folder.write_status("recovering", "workers are being replaced")
             host.kill(command.generation)
@@ -214,6 +220,8 @@ class Relay:
         elif now - self._pulsed >= PULSE_S:
             beats = [self._host.beat(rank) for rank in self._host.ranks]
             self._send(HostBeats([(b.step, int(b.phase), b.age_s) for b in beats]))
+            if self._spans is not None:
+                self._spans.send_new()
 
     def _look_at_connection(self) -> None:
         while self._monitor.poll(0):
@@ -244,4 +252,6 @@ class Relay:
             if status and message:
                 self._folder.write_failure(code, message)
             self._host.quit(status, message)
+            if self._spans is not None:
+                self._spans.send_rest(last=True)
             self._status = status

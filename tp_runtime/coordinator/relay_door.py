@@ -21,6 +21,7 @@ import msgspec
 import zmq
 
 from tp_runtime.coordinator.host import HostEvents
+from tp_runtime.coordinator.host_spans import ArrivedSpans
 from tp_runtime.coordinator.remote_host import RemoteHost
 from tp_runtime.engine_config import EngineConfig
 from tp_runtime.errors import ConfigError, ProtocolError
@@ -28,6 +29,7 @@ from tp_runtime.messages import (
     PROTOCOL_VERSION,
     HostEnding,
     HostSignal,
+    HostSpans,
     Pulse,
     Quit,
     RelayCommand,
@@ -83,6 +85,7 @@ class RelayDoor:
         self._socket.socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE)
         self._socket.socket.setsockopt(zmq.IPV6, int(":" in interface))
         self._relays: dict[bytes, _Relay] = {}
+        self.spans = ArrivedSpans()
         self._events: HostEvents | None = None
         self._strangers = 0
         self._ticked = time.monotonic()
@@ -140,6 +143,8 @@ class RelayDoor:
         host.heard = time.monotonic()
         if isinstance(message, HostEnding):
             relay.broken = message.reason
+        elif isinstance(message, HostSpans):
+            self.spans.take(message)
         elif isinstance(message, HostSignal):
             os.kill(os.getpid(), message.signum)  # the engine takes it for one of its own
         elif not host.take(message):
@@ -178,6 +183,14 @@ class RelayDoor:
         if taken or not 1 <= first <= last < self._config.tensor_parallel_size:
             return f"{hello.host} speaks for ranks {first} to {last}, which are not free."
         return ""
+
+    def wait_for_last_spans(self, timeout_s: float) -> None:
+        """Once every host was told to end."""
+        deadline = time.monotonic() + timeout_s
+        ranks = {rank for host in self.hosts for rank in host.ranks}
+        while not self.spans.complete(ranks) and (left := deadline - time.monotonic()) > 0:
+            self._socket.socket.poll(int(left * 1000) + 1)
+            self._receive_all()
 
     # ------------------------------------------------------------ out
 

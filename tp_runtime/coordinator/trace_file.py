@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tp_runtime.coordinator.host_spans import ArrivedSpans
 from tp_runtime.transport.trace_area import Span, SpanKind, TraceArea, traced_bytes
 
 _MAIN_LANE = 1
@@ -24,7 +25,8 @@ class _Rank(NamedTuple):
     generation: int
     rank: int
     pid: int
-    area: TraceArea
+    area: TraceArea | None
+    """None: on another host."""
 
 
 class TraceFile:
@@ -38,18 +40,21 @@ class TraceFile:
 
     def add_rank(self, generation: int, rank: int, pid: int, heartbeat_fd: int) -> None:
         """The memory stays mapped here, so spans outlive their worker. Ranks of other hosts have no
-        place in it and are left out."""
-        if os.fstat(heartbeat_fd).st_size < traced_bytes(rank + 1):
-            return
-        area = TraceArea.of_rank(heartbeat_fd, rank)
+        place in it; their relays send what they did."""
+        here = os.fstat(heartbeat_fd).st_size >= traced_bytes(rank + 1)
+        area = TraceArea.of_rank(heartbeat_fd, rank) if here else None
         self._ranks.append(_Rank(generation, rank, pid, area))
 
-    def write(self) -> None:
-        """Raises OSError."""
+    def write(self, arrived: ArrivedSpans | None = None) -> None:
+        """`arrived`: what other hosts have sent. Raises OSError."""
         events = list(self._process(os.getpid(), "coordinator", 0, self.coordinator.spans()))
-        for generation, rank, pid, area in self._ranks:
+        for number, (generation, rank, pid, area) in enumerate(self._ranks, 1):
             name = f"rank {rank}" + (f", generation {generation}" if generation > 1 else "")
-            events += self._process(pid, name, rank + 1, area.spans())
+            if area is not None:
+                events += self._process(pid, name, rank + 1, area.spans())
+            elif arrived is not None:
+                # Other hosts count processes for themselves: their numbers may be taken here.
+                events += self._process(-number, name, rank + 1, arrived.spans(generation, rank))
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         with temporary.open("w", encoding="utf-8") as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')

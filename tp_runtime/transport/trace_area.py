@@ -13,6 +13,8 @@ from __future__ import annotations
 import enum
 import mmap
 import struct
+import time
+from array import array
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -24,6 +26,7 @@ CAPACITY = 1 << 16
 """Records of one process: up to four in a step, so the last 16,000 steps are kept. More could not
 be written to a file in the second that the end of a server may take."""
 AREA_BYTES = CAPACITY * _RECORD.size
+_SETTLE_NS = 2_000_000
 
 
 class SpanKind(enum.IntEnum):
@@ -85,9 +88,41 @@ class TraceArea:
 
     def spans(self) -> Iterator[Span]:
         """Everything written and not overwritten, in no particular order."""
-        for kind, step, start, end in _RECORD.iter_unpack(self._memory[: self._size]):
-            if kind:
-                yield Span(SpanKind(kind), step, start, end)
+        return unpack_spans(self._memory[: self._size])
+
+    def records(self, at: int, count: int) -> bytes:
+        """`count` records from number `at` on, or those up to the end of the block."""
+        return self._memory[at * _RECORD.size : min((at + count) * _RECORD.size, self._size)]
+
+
+class TraceFollower:
+    """Reads an area while another process writes it, each record once."""
+
+    def __init__(self, area: TraceArea) -> None:
+        self._area = area
+        self._at = 0
+        self._ends = array("q", bytes(8 * CAPACITY))
+        """Of what was read last at each place: a record that ends later is a new one."""
+
+    def new_records(self, most: int, resting: bool = False) -> bytes:
+        """Up to `most` records, packed for `unpack_spans`. Unless the writer is `resting`, what was
+        written in the last moment may be half there, and comes the next time."""
+        settled = time.monotonic_ns() - (0 if resting else _SETTLE_NS)
+        count, found = 0, self._area.records(self._at, most)
+        for kind, _, _, end in _RECORD.iter_unpack(found):
+            if not kind or end <= self._ends[self._at + count] or end > settled:
+                break
+            self._ends[self._at + count] = end
+            count += 1
+        self._at = (self._at + count) % CAPACITY
+        return found[: count * _RECORD.size]
+
+
+def unpack_spans(records: bytes) -> Iterator[Span]:
+    """The spans of packed records."""
+    for kind, step, start, end in _RECORD.iter_unpack(records):
+        if kind:
+            yield Span(SpanKind(kind), step, start, end)
 
 
 def traced_bytes(ranks: int) -> int:
