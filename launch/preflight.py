@@ -7,6 +7,7 @@ of the server sees: a folder instead of a hub name, a device instead of "auto".
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -38,6 +39,11 @@ def preflight(config: EngineConfig, local_ranks: int = 0) -> EngineConfig:
             f"--tensor-parallel-size {config.tensor_parallel_size} is more than the "
             f"{model.num_heads} query heads of {config.model}; use at most {model.num_heads}."
         )
+    if config.compile and device == "cpu" and not _cpp_compiler():
+        raise ConfigError(
+            "--compile needs a C++ compiler on a CPU and none was found; install g++ (or name one "
+            "in CXX), or leave --compile out."
+        )
     name = config.served_model_name or _name_of(config.model, folder)
     return msgspec.structs.replace(
         config,
@@ -45,6 +51,13 @@ def preflight(config: EngineConfig, local_ranks: int = 0) -> EngineConfig:
         served_model_name=name,
         device=device,
         trace=_trace_file(config.trace),
+    )
+
+
+def _cpp_compiler() -> str | None:
+    """The one that torch.compile would take."""
+    return next(
+        filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++"))), None
     )
 
 

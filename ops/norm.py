@@ -11,11 +11,13 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
+from tp_runtime.ops.compiled import compilable, runs_kernels
 from tp_runtime.ops.parameter import ShardId, empty_parameter, parameter_of
 from tp_runtime.ops.sharding import Shard
 from tp_runtime.ops.tensor_source import TensorSource, check_shape, fill
 
 
+@compilable
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Over the last dimension; [..., size] -> [..., size] in x.dtype."""
     wide = x.float()
@@ -23,6 +25,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * wide.to(x.dtype)
 
 
+@compilable
 def add_rms_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -65,7 +68,7 @@ class RMSNorm(nn.Module):
         """norm(x), or with a residual (norm(x + residual), x + residual).
 
         `x` and `residual`: [..., size], same dtype. Inputs are not changed."""
-        if x.is_cuda:
+        if runs_kernels(x):
             from tp_runtime.ops.kernels import rms_norm as kernels  # triton: CUDA only
 
             if residual is None:

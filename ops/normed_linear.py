@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tp_runtime.ops.activation import SiluAndMul
+from tp_runtime.ops.compiled import runs_kernels
 from tp_runtime.ops.linear import PackedColumnLinear
 from tp_runtime.ops.norm import RMSNorm
 
@@ -19,7 +20,7 @@ def normed_linear(
     """(linear(norm(x + residual)), x + residual); residual None: (linear(norm(x)), x).
 
     x, residual [tokens, hidden] -> [tokens, local outputs], [tokens, hidden]"""
-    if x.is_cuda and x.shape[0] == 1:
+    if runs_kernels(x) and x.shape[0] == 1:
         return _one_row(x, residual, norm, linear, silu=False)
     normed, residual = _norm(x, residual, norm)
     return linear(normed), residual
@@ -31,7 +32,7 @@ def normed_gate_up(
     """(act(linear(norm(x + residual))), x + residual)
 
     x, residual [tokens, hidden] -> [tokens, local intermediate], [tokens, hidden]"""
-    if x.is_cuda and x.shape[0] == 1:
+    if runs_kernels(x) and x.shape[0] == 1:
         return _one_row(x, residual, norm, linear, silu=True)
     normed, residual = _norm(x, residual, norm)
     return act(linear(normed)), residual

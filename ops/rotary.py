@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tp_runtime.ops.compiled import compilable, runs_kernels
+
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
@@ -123,6 +125,7 @@ def _yarn_attention_factor(rope: RopeParameters) -> float:
     return mscale(1.0)
 
 
+@compilable
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the first dimensions of [tokens, heads, head_dim] by cos, sin [tokens, dim / 2].
 
@@ -166,7 +169,7 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """positions [tokens] int64, q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim]
         -> rotated q and k (new tensors). Positions must be below max_model_len."""
-        if q.is_cuda:
+        if runs_kernels(q):
             from tp_runtime.ops.kernels.rotary import rotate  # triton: CUDA only
 
             return rotate(q, k, positions, self.cos_sin)

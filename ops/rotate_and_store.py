@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from tp_runtime.ops.attention.metadata import AttentionMetadata, LayerKV
+from tp_runtime.ops.compiled import runs_kernels
 from tp_runtime.ops.kv_store import store_kv
 from tp_runtime.ops.norm import RMSNorm
 from tp_runtime.ops.rotary import RotaryEmbedding
@@ -25,7 +26,7 @@ def rotate_and_store(
 
     k and v are written to `kv` at `meta.slot_mapping`. On CUDA one kernel does it all; elsewhere
     the layers themselves are called."""
-    fused = q.is_cuda and isinstance(rotary, RotaryEmbedding)
+    fused = runs_kernels(q) and isinstance(rotary, RotaryEmbedding)
     if fused and (q_norm is None or (isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm))):
         return _fused(q, k, v, positions, rotary, kv, meta, q_norm, k_norm)
     if q_norm is not None and k_norm is not None:

@@ -44,6 +44,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     sampling: SamplingPath = "auto"
     attention_backend: str = "auto"
     enforce_eager: bool = False
+    compile: bool = False
     check: bool = False
     seed: int = 0
     listen: str = ""

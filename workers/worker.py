@@ -32,6 +32,7 @@ from tp_runtime.model_length import resolve_max_model_len
 from tp_runtime.ops.attention.backend import AttentionBackend
 from tp_runtime.ops.attention.metadata import LayerKV
 from tp_runtime.ops.attention.registry import choose_backend
+from tp_runtime.ops.compiled import compile_references
 from tp_runtime.ops.group import TPGroup
 from tp_runtime.transport.fd_socket import FdSocket
 from tp_runtime.transport.heartbeat import Heartbeat, Phase
@@ -91,6 +92,8 @@ class Worker:
         group = join_group(
             device, self.rank, self.world_size, self.generation, self.config.start_timeout_s
         )
+        if self.config.compile:
+            compile_references()
         runner = self._build(device, group, before)
         gc.collect()
         gc.freeze()  # the model's objects never die; the collector need not look at them again

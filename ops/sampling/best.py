@@ -9,8 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tp_runtime.ops.compiled import compilable, runs_kernels
 from tp_runtime.ops.sampling.philox import gumbel
-from tp_runtime.ops.sampling.sampler import INVALID_ID, SamplingBatch, SamplingClass
+from tp_runtime.ops.sampling.sampler import (
+    INVALID_ID,
+    SamplingBatch,
+    SamplingClass,
+    add_noise,
+    scale,
+)
 
 _UNUSABLE = torch.iinfo(torch.int64).max
 _ID_BITS = 32
@@ -39,14 +46,23 @@ def unpack_id(best: Tensor) -> Tensor:
 def best_reference(local: Tensor, start: int, batch: SamplingBatch) -> Tensor:
     """Packed best of `local` [rows, columns] float32, whose first column is vocabulary id `start`;
     greedy and temperature only. A row with NaN or +inf gives the largest int64."""
+    if batch.kind == SamplingClass.GUMBEL:
+        return _best_drawn(local, start, batch.temperature, batch.seed, batch.position)
+    return _best(local, local, start)
+
+
+@compilable
+def _best_drawn(
+    local: Tensor, start: int, temperature: Tensor, seed: Tensor, position: Tensor
+) -> Tensor:
+    noise = gumbel(seed, position, start, start + local.shape[-1])
+    return _best(local, add_noise(local, scale(local, temperature), noise, temperature), start)
+
+
+@compilable
+def _best(local: Tensor, keyed: Tensor, start: int) -> Tensor:
     largest = local.amax(-1)
     broken = ~torch.isfinite(largest) & ~torch.isneginf(largest)
-    keyed = local
-    if batch.kind == SamplingClass.GUMBEL:
-        greedy = batch.temperature == 0
-        scaled = local / torch.where(greedy, 1.0, batch.temperature)[:, None]
-        noise = gumbel(batch.seed, batch.position, start, start + local.shape[-1])
-        keyed = torch.where(greedy[:, None], local, scaled + noise)
     index = keyed.argmax(-1, keepdim=True)  # the first maximum: the lowest id on ties
     best = pack_best(keyed.gather(-1, index)[:, 0], index[:, 0] + start)
     return torch.where(broken, _UNUSABLE, best)
@@ -55,7 +71,7 @@ def best_reference(local: Tensor, start: int, batch: SamplingBatch) -> Tensor:
 def best_of_shard(local: Tensor, start: int, batch: SamplingBatch) -> Tensor:
     """[rows, pieces] int64, whose maximum over the pieces is that of `best_reference`; on CUDA by
     one kernel. Noise there may differ in the last bit of a logarithm, equally on every GPU."""
-    if not local.is_cuda or start % 4:
+    if not runs_kernels(local) or start % 4:
         return best_reference(local, start, batch)[:, None]
     from tp_runtime.ops.kernels.best_token import best_token  # triton: CUDA only
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tp_runtime.ops.compiled import compilable
 from tp_runtime.ops.sampling.philox import gumbel
 from tp_runtime.ops.sampling.processors import (
     add_bias,
@@ -112,17 +113,37 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Ids [rows] int64 for logits [rows, vocab] float32; -1 for a row that is not usable."""
     if batch.kind == SamplingClass.FULL:
         logits = process(logits, batch)
-    usable = usable_rows(logits)
     if batch.kind == SamplingClass.GREEDY:
-        return torch.where(usable, logits.argmax(-1), INVALID_ID)
-    greedy = batch.temperature == 0
-    scaled = logits / torch.where(greedy, 1.0, batch.temperature)[:, None]
+        return _best_id(logits, logits)
+    scaled = scale(logits, batch.temperature)
     if batch.kind == SamplingClass.FULL and batch.truncated:
         scaled = apply_min_p(scaled, batch.min_p)
         scaled = apply_top_k_top_p(scaled, batch.top_k, batch.top_p)
-    noise = gumbel(batch.seed, batch.position, 0, logits.shape[-1])
-    keyed = torch.where(greedy[:, None], logits, scaled + noise)
-    return torch.where(usable, keyed.argmax(-1), INVALID_ID)
+    return _draw(logits, scaled, batch.temperature, batch.seed, batch.position)
+
+
+@compilable
+def scale(logits: Tensor, temperature: Tensor) -> Tensor:
+    """logits [rows, n] / temperature [rows]; rows with temperature 0 as they are."""
+    return logits / torch.where(temperature == 0, 1.0, temperature)[:, None]
+
+
+def add_noise(logits: Tensor, scaled: Tensor, noise: Tensor, temperature: Tensor) -> Tensor:
+    """What the drawn id is the argmax of [rows, n]; greedy rows keep their `logits`."""
+    return torch.where((temperature == 0)[:, None], logits, scaled + noise)
+
+
+@compilable
+def _draw(
+    logits: Tensor, scaled: Tensor, temperature: Tensor, seed: Tensor, position: Tensor
+) -> Tensor:
+    noise = gumbel(seed, position, 0, logits.shape[-1])
+    return _best_id(logits, add_noise(logits, scaled, noise, temperature))
+
+
+@compilable
+def _best_id(logits: Tensor, keyed: Tensor) -> Tensor:
+    return torch.where(usable_rows(logits), keyed.argmax(-1), INVALID_ID)
 
 
 class TopLogprobs(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import sys
 
@@ -12,6 +13,7 @@ import pytest
 from tests.launch.processes import program
 from tests.tiny_models import make_tiny
 from tp_runtime import LLM, SamplingParams
+from tp_runtime.engine_config import EngineConfig
 from tp_runtime.errors import (
     ConfigError,
     InvalidRequestError,
@@ -19,6 +21,7 @@ from tp_runtime.errors import (
     WorkerFailedError,
 )
 from tp_runtime.launch.descendants import descendants
+from tp_runtime.launch.preflight import preflight
 from tp_runtime.run_folder import list_servers, run_root
 
 SMALL = {"device": "cpu", "max_model_len": 256, "num_kv_blocks": 64}
@@ -135,6 +138,27 @@ def test_under_torchrun_it_names_session(tiny, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match=r"launch\.session"):
         LLM(tiny)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_compile_gives_the_same_tokens(tiny):
+    def tokens(**settings):
+        with LLM(tiny, tensor_parallel_size=2, **SMALL, **settings) as llm:
+            prompts = [[1, 2, 3], [4, 5]]
+            greedy = llm.generate(prompt_token_ids=prompts, temperature=0, max_tokens=12)
+            drawn = llm.generate(prompt_token_ids=prompts, temperature=0.8, seed=3, max_tokens=12)
+            return [output.token_ids for output in greedy + drawn]
+
+    assert tokens(compile=True) == tokens()
+
+
+def test_compile_without_a_compiler_is_refused_before_anything_starts(tiny, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(ConfigError, match=r"install g\+\+"):
+        preflight(EngineConfig(model=tiny, device="cpu", compile=True))
 
 
 @pytest.mark.slow
