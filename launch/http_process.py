@@ -48,6 +48,11 @@ class HttpProcess:
                 "this server; set --api-key, or leave --host at 127.0.0.1."
             )
 
+    @property
+    def pid(self) -> int:
+        """Of the process; 0 while there is none."""
+        return 0 if self._process is None else self._process.pid
+
     def start(self, folder: RunFolder) -> None:
         self._folder = folder
         folder.write_http(self.url)

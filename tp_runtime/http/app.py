@@ -76,7 +76,7 @@ class Api:
         self, request: Request, stream: bool | None, work: Completion | Chat
     ) -> Response:
         if stream:
-            return await EventStream.begin(request, work.events())
+            return EventStream(work.events())
         return json_response(await unless_disconnected(request, work.whole()))
 
     async def models(self, request: Request) -> Response:
@@ -181,7 +181,11 @@ def build_app(engine: EngineAccess, api_key: str = "") -> ASGIApp:
         Route("/version", _guarded(api.version), methods=["GET"]),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _no_such_route})
-    return _Entrance(app, metrics, api_key, frozenset(r.path for r in routes))
+    direct = {
+        "/v1/completions": _guarded(api.completions),
+        "/v1/chat/completions": _guarded(api.chat_completions),
+    }
+    return _Entrance(app, direct, metrics, api_key, frozenset(r.path for r in routes))
 
 
 def _guarded(handler: Handler) -> Handler:
@@ -216,12 +220,20 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
 
 
 class _Entrance:
-    """Around all routes: asks for the key, and counts what was answered."""
+    """Around all routes: asks for the key, and counts what was answered. POSTs to the paths in
+    `direct` go straight to their handlers, as the way through Starlette's layers costs a third of
+    what the rest does."""
 
     def __init__(
-        self, app: ASGIApp, metrics: HttpMetrics, api_key: str, paths: frozenset[str]
+        self,
+        app: ASGIApp,
+        direct: dict[str, Handler],
+        metrics: HttpMetrics,
+        api_key: str,
+        paths: frozenset[str],
     ) -> None:
         self._app = app
+        self._direct = direct
         self._metrics = metrics
         self._key = f"Bearer {api_key}".encode() if api_key else b""
         self._paths = paths
@@ -240,13 +252,19 @@ class _Entrance:
 
         path = scope["path"]
         try:
-            app = self._app if self._allowed(scope) else _no_key
-            await app(scope, receive, counted)
+            handler = self._direct.get(path) if scope["method"] == "POST" else None
+            if not self._allowed(scope):
+                await _no_key(scope, receive, counted)
+            elif handler is not None:
+                response = await handler(Request(scope, receive, counted))
+                await response(scope, receive, counted)
+            else:
+                await self._app(scope, receive, counted)
         finally:
             # A path that does not exist must not become a label of its own.
-            handler = path if path in self._paths else "other"
+            name = path if path in self._paths else "other"
             seconds = time.perf_counter() - started
-            self._metrics.answered(handler, scope["method"], status, seconds)
+            self._metrics.answered(name, scope["method"], status, seconds)
 
     def _allowed(self, scope: Scope) -> bool:
         if not self._key or scope["path"] in OPEN_PATHS:

@@ -91,15 +91,16 @@ class Chat:
                 count += len(chunk.token_ids)
                 if self._options.continuous_usage_stats:
                     head["usage"] = usage(stream.num_prompt_tokens(0), count)
+                first = b""
                 if chunk.index not in begun:
                     begun.add(chunk.index)
                     role = {"role": "assistant", "content": ""}
-                    yield event_of({**head, "choices": [_delta(chunk.index, role)]})
+                    first = event_of({**head, "choices": [_delta(chunk.index, role)]})
                 choice = _delta(chunk.index, {"content": chunk.text} if chunk.text else {})
                 choice["logprobs"] = self._logprobs(chunk.logprobs)
                 choice["finish_reason"] = chunk.finish_reason
                 choice["stop_reason"] = chunk.stop_reason
-                yield event_of({**head, "choices": [choice]})
+                yield first + event_of({**head, "choices": [choice]})
             if self._options.include_usage:
                 yield event_of({**head, "choices": [], "usage": usage_of(stream.outputs)})
 

@@ -7,7 +7,7 @@ import re
 from typing import TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from tp_runtime.http.errors import ApiError
 from tp_runtime.messages import MAX_MESSAGE_BYTES
@@ -43,18 +43,21 @@ async def _read(request: Request) -> bytes:
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > MAX_BODY_BYTES:
         raise too_large
-    body = bytearray()
+    parts, size = [], 0
     try:
         async with asyncio.timeout(READ_TIMEOUT_S):
-            async for part in request.stream():
-                body += part
-                if len(body) > MAX_BODY_BYTES:
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ApiError(400, "The connection was closed before the body was complete.")
+                parts.append(message["body"])
+                size += len(parts[-1])
+                if size > MAX_BODY_BYTES:
                     raise too_large
+                if not message["more_body"]:
+                    return b"".join(parts)
     except TimeoutError:
         raise ApiError(408, f"The body did not arrive within {READ_TIMEOUT_S:g} s.") from None
-    except ClientDisconnect:
-        raise ApiError(400, "The connection was closed before the body was complete.") from None
-    return bytes(body)
 
 
 def _refusal(message: str) -> ApiError:
