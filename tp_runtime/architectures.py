@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
+from tp_runtime.config_reader import short
 from tp_runtime.errors import ConfigError
 
 WindowRule = Literal["none", "every_layer", "by_layer"]
@@ -106,10 +107,10 @@ def find_architecture(config: Mapping[str, Any], where: str) -> Architecture:
 
     Raises ConfigError listing the known ones, or when `model_type` belongs to another one."""
     given = config.get("architectures")
-    names = [str(name) for name in given] if isinstance(given, list) else [str(given)]
+    names = [name if isinstance(name, str) else short(name) for name in _listed(given)]
     found = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
     if found is None:
-        said = ", ".join(names) if given else "none"
+        said = ", ".join(names[:4]) if given else "none"
         raise ConfigError(
             f"{where} names the architecture {said}, which this runtime does not know; "
             f"it knows {', '.join(ARCHITECTURES)} (docs/adding-a-model.md shows how to add one)."
@@ -117,7 +118,11 @@ def find_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     model_type = config.get("model_type", found.model_type)
     if model_type != found.model_type:
         raise ConfigError(
-            f"{where} names the architecture {found.name} and the model_type {model_type!r}; "
+            f"{where} names the architecture {found.name} and the model_type {short(model_type)}; "
             f"{found.name} belongs to model_type {found.model_type!r}."
         )
     return found
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]

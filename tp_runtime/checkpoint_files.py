@@ -104,7 +104,7 @@ def read_header(path: Path) -> Header:
         raise WeightsError(f"{path} is cut short (in its header); download it again.")
     try:
         tensors = _decode(text)
-    except ValueError as error:  # msgspec's and json's errors are ValueErrors
+    except (ValueError, RecursionError) as error:  # msgspec's and json's errors are ValueErrors
         raise WeightsError(
             f"{path} is not a good safetensors file ({error}); download it again."
         ) from error
@@ -119,7 +119,12 @@ def _decode(text: bytes) -> dict[str, TensorEntry]:
     if not isinstance(entries, dict):
         raise ValueError("its header is not an object")
     entries.pop("__metadata__", None)
-    return msgspec.convert(entries, dict[str, TensorEntry])
+    tensors = msgspec.convert(entries, dict[str, TensorEntry])
+    for name, entry in tensors.items():
+        first, last = entry.data_offsets
+        if first > last:
+            raise ValueError(f"{name!r} ends before it begins")
+    return tensors
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -12,6 +12,12 @@ from typing import Any
 
 from tp_runtime.errors import ConfigError
 
+MOST = 2**31 - 1
+"""Sizes and ids are 32-bit numbers further on."""
+LARGEST = 1e15
+"""Far above any base of rotary frequencies or scaling, and far below what a float holds."""
+_SHOWN = 60
+
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; raises ConfigError naming the file and what is wrong with it."""
@@ -24,9 +30,19 @@ def read_json_object(path: Path) -> dict[str, Any]:
             f"{path} is not valid JSON (line {error.lineno}, column {error.colno}: {error.msg}); "
             "download the file again."
         ) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists
+        raise ConfigError(f"{path} is not a sound JSON file ({error}).") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} should hold a JSON object and holds {type(value).__name__}.")
     return value
+
+
+def short(value: object) -> str:
+    """As Python writes it, cut off where it gets long: for errors."""
+    if isinstance(value, int) and abs(value) > LARGEST:
+        return f"a number of {value.bit_length()} bits"  # Python does not write very long ones
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 class ConfigReader:
@@ -45,14 +61,14 @@ class ConfigReader:
         self._asked.add(name)
         return self._fields.get(name, self._defaults.get(name, default))
 
-    def integer(self, name: str, low: int = 1) -> int:
-        """A whole number of at least `low`."""
-        value = self.optional_integer(name, low)
+    def integer(self, name: str, low: int = 1, high: int = MOST) -> int:
+        """A whole number from `low` to `high`."""
+        value = self.optional_integer(name, low, high)
         if value is None:
             raise ConfigError(f"{self.where} has no {name}, which the model cannot do without.")
         return value
 
-    def optional_integer(self, name: str, low: int = 1) -> int | None:
+    def optional_integer(self, name: str, low: int = 1, high: int = MOST) -> int | None:
         """As `integer`; None when the field is absent or null."""
         value = self.raw(name)
         if value is None:
@@ -61,16 +77,18 @@ class ConfigReader:
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise self.wrong(name, value, f"a whole number of at least {low}")
+        if value > high:
+            raise self.wrong(name, value, f"a whole number of at most {high}")
         return value
 
     def optional_number(self, name: str, *, zero_is_absent: bool = False) -> float | None:
-        """A finite number greater than zero; None when absent or null."""
+        """A number greater than zero, at most LARGEST; None when absent or null."""
         value = self.raw(name)
         if value is None or (zero_is_absent and value == 0):
             return None
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not 0 < value < float("inf"):
-            raise self.wrong(name, value, "a number greater than zero")
+        if not number or not 0 < value <= LARGEST:
+            raise self.wrong(name, value, f"a number greater than zero, at most {LARGEST:g}")
         return float(value)
 
     def number(self, name: str) -> float:
@@ -88,7 +106,7 @@ class ConfigReader:
         return bool(value)
 
     def wrong(self, name: str, value: object, wanted: str) -> ConfigError:
-        return ConfigError(f"{self.where}: {name} is {value!r} and should be {wanted}.")
+        return ConfigError(f"{self.where}: {name} is {short(value)} and should be {wanted}.")
 
     def remaining(self) -> dict[str, Any]:
         """The fields nobody has asked for."""

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from tp_runtime.architectures import ARCHITECTURES, Architecture, find_architecture
-from tp_runtime.config_reader import ConfigReader, read_json_object
+from tp_runtime.config_reader import ConfigReader, read_json_object, short
 from tp_runtime.errors import ConfigError
 from tp_runtime.rope_config import RopeConfig, read_rope
 from tp_runtime.unsupported_fields import check_remaining_fields
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+MOST_LAYERS = 10_000
+"""Far above any model; there is a list as long as this number."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 
 
@@ -92,7 +94,7 @@ class ModelConfig:
         """From the objects in config.json and generation_config.json; ConfigError as above."""
         arch = find_architecture(config, where)
         reader = ConfigReader(config, {**arch.defaults, **arch.extra}, where)
-        num_layers = reader.integer("num_hidden_layers")
+        num_layers = reader.integer("num_hidden_layers", high=MOST_LAYERS)
         hidden_size = reader.integer("hidden_size")
         num_heads = reader.integer("num_attention_heads")
         head_dim = _head_dim(reader, hidden_size, num_heads)
@@ -207,7 +209,7 @@ def _check_activation(reader: ConfigReader) -> None:
     given = reader.raw("hidden_act")
     if given not in ("silu", "swish"):
         raise ConfigError(
-            f"{reader.where}: hidden_act {given!r} is not implemented; implemented is 'silu'."
+            f"{reader.where}: hidden_act {short(given)} is not implemented; implemented is 'silu'."
         )
 
 
@@ -251,7 +253,7 @@ def _layer_types(reader: ConfigReader, num_layers: int) -> list[str] | None:
     for kind in types:
         if kind not in _LAYER_TYPES:
             raise ConfigError(
-                f"{reader.where}: layer type {kind!r} is not implemented; "
+                f"{reader.where}: layer type {short(kind)} is not implemented; "
                 f"implemented are {', '.join(_LAYER_TYPES)}."
             )
     return types

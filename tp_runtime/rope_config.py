@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tp_runtime.config_reader import ConfigReader
+from tp_runtime.config_reader import ConfigReader, short
 from tp_runtime.errors import ConfigError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
@@ -74,7 +74,7 @@ def read_rope(
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise ConfigError(
-            f"{rope.where}: rope_type {kind!r} is not implemented; "
+            f"{rope.where}: rope_type {short(kind)} is not implemented; "
             f"implemented are {', '.join(ROPE_TYPES)}."
         )
     unknown = [key for key, value in given.items() if key not in _KNOWN_KEYS and value is not None]

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from tp_runtime.config_reader import short
 from tp_runtime.errors import ConfigError
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -89,11 +90,11 @@ def check_remaining_fields(remaining: Mapping[str, Any], where: str) -> tuple[st
             continue
         if name in _NEUTRAL:
             if value not in _NEUTRAL[name]:
-                refused.append(f"{name}={_short(value)}")
+                refused.append(f"{name}={short(value)}")
         elif value in (None, False, 0, "", [], {}):
             continue
         elif _SOUNDS_LIKE_MATHEMATICS.search(name):
-            refused.append(f"{name}={_short(value)}")
+            refused.append(f"{name}={short(value)}")
         else:
             unknown.append(name)
     if refused:
@@ -103,8 +104,3 @@ def check_remaining_fields(remaining: Mapping[str, Any], where: str) -> tuple[st
             "not need the field, remove it from the file)."
         )
     return tuple(unknown)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

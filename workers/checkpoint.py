@@ -7,6 +7,7 @@ their headers, come from `tp_runtime.checkpoint_files`. Knows nothing of models.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,7 +48,7 @@ class _MappedFile:
         shape = entry.shape
         first, last = (self.header.data_start + offset for offset in entry.data_offsets)
         raw = self._bytes[first:last]
-        if last - first != torch.Size(shape).numel() * dtype.itemsize:
+        if last - first != math.prod(shape) * dtype.itemsize:
             raise WeightsError(
                 f"{name} in {self.path} has shape {shape} and {last - first} bytes, which do not "
                 "fit together; download the file again."

@@ -70,12 +70,17 @@ class FaultServer:
         os.kill(process.pid, {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[action])
         return lambda: now
 
-    def watch_recovery(self, happened: Callable[[], float | None], seconds: float = 40) -> Recovery:
-        """Waits for the fault, its detection, and the server being ready again."""
+    def watch_recovery(
+        self,
+        happened: Callable[[], float | None],
+        seconds: float = 40,
+        until: Callable[[], bool] | None = None,
+    ) -> Recovery:
+        """Waits for the fault, its detection, and the server being ready again (or `until`)."""
         when = wait_for(happened, seconds)
         wait_for(lambda: self.state() not in ("ready", "draining"), seconds)
         detected = time.monotonic()
-        wait_for(lambda: self.state() in ("ready", "draining"), seconds)
+        wait_for(until or (lambda: self.state() in ("ready", "draining")), seconds)
         return Recovery(detected - when, time.monotonic() - when)
 
     def wait_ready(self, seconds: float = 60) -> None:

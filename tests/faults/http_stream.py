@@ -36,3 +36,12 @@ def http_stream(server: FaultServer, max_tokens: int) -> Iterator[str]:
 def http_process(server: FaultServer) -> ProcessId:
     found = descendants(server.program.process.pid)
     return next(p for p in found if "tp_runtime.http" in command_of_pid(p.pid))
+
+
+def healthy(server: FaultServer) -> bool:
+    """Whether the HTTP process answers and has found the coordinator."""
+    try:
+        with urllib.request.urlopen(f"{server.folder.read_http()}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False

@@ -139,11 +139,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--kills-every", type=float, default=8.0, help="seconds, on average")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--step-deadline", type=float, default=3.0, help="more on a busy machine")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="tpr_") as folder:
         os.environ.update(XDG_RUNTIME_DIR=folder, TP_RUNTIME_HTTP="0", HF_HUB_OFFLINE="1")
         tiny = str(make_tiny("qwen3", Path(folder) / "tiny"))
-        command = serve(tiny, "--step-deadline", "3", "--restart-window", "10")
+        command = serve(tiny, "--step-deadline", str(given.step_deadline), "--restart-window", "10")
         with fault_server(Path(folder), *command) as server:
             soak = Soak(server, given.seed)
             # Everything once, the restart of all parts too, before it is measured.

@@ -25,7 +25,7 @@ from tests.faults.fault_server import (
     tokens_lost,
     wait_for,
 )
-from tests.faults.http_stream import http_process, http_stream
+from tests.faults.http_stream import healthy, http_process, http_stream
 from tests.faults.sockets import close_sockets
 from tests.launch.processes import ROOT, TORCHRUN
 from tests.tiny_models import make_tiny
@@ -36,7 +36,7 @@ from tp_runtime.messages import FRAME_HEADER
 TOKENS = 100
 COMMAND = (*TORCHRUN, "--max-restarts=100", "-m", "tp_runtime.launch.serve")
 """torchrun itself, because `tp-runtime serve` replaces lost keepers three times only."""
-SETTINGS = (*FLAGS, "--step-deadline", "15", "--http", "--port", "0")
+SETTINGS = (*FLAGS, "--step-deadline", "20", "--http", "--port", "0")
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +228,7 @@ def test_an_http_process_that_dies_or_hangs_is_replaced(server, undisturbed, act
         started = time.monotonic()
         wait_for(lambda: not victim.alive(), 20)
         detected = time.monotonic() - started
+        wait_for(lambda: healthy(server), 20)
         assert "".join(http_stream(server, TOKENS)) == undisturbed.http
         recovery = Recovery(detected, time.monotonic() - started)
         lost = tokens_lost(load.finish(), undisturbed.streams)

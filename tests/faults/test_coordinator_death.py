@@ -4,17 +4,15 @@ All requests are under way when it dies, one or more for every kind of sampling 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
-import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.faults.fault_server import FaultServer, fault_server, serve, wait_for
+from tests.faults.http_stream import PROMPT, http_stream
 from tests.tiny_models import make_tiny
 from tp_runtime import (
     LLM,
@@ -29,8 +27,7 @@ from tp_runtime.errors import ServerUnavailableError, TPRuntimeError
 MAX_TOKENS = 110
 KILL_AFTER = 8
 """Tokens that each request has when the coordinator dies."""
-PROMPT = [5, 6, 7, 8]
-FLAGS = ("--step-deadline", "3", "--http", "--port", "0")
+FLAGS = ("--step-deadline", os.environ.get("FAULT_STEP_DEADLINE", "3"), "--http", "--port", "0")
 
 
 @pytest.fixture(scope="module")
@@ -167,29 +164,10 @@ def test_the_next_coordinator_has_the_same_address_new_workers_and_no_failure(se
     assert len(server.workers()) == 2
 
 
-def http_stream(server: FaultServer) -> Iterator[str]:
-    """Pieces of text as an HTTP client gets them; the last line must say that it is whole."""
-    fields = {"prompt": PROMPT, "temperature": 0, "max_tokens": MAX_TOKENS, "ignore_eos": True}
-    with urllib.request.urlopen(f"{server.folder.read_http()}/v1/models", timeout=30) as answer:
-        fields["model"] = json.load(answer)["data"][0]["id"]
-    request = urllib.request.Request(
-        f"{server.folder.read_http()}/v1/completions",
-        json.dumps({**fields, "stream": True}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as lines:
-        for line in lines:
-            if line.strip() == b"data: [DONE]":
-                return
-            if line.startswith(b"data: "):
-                yield json.loads(line.removeprefix(b"data: "))["choices"][0]["text"]
-    raise AssertionError("the stream was cut off")
-
-
 def test_a_stream_over_http_goes_on_too(server):
     server.wait_ready()
-    wanted = "".join(http_stream(server))
-    stream = http_stream(server)
+    wanted = "".join(http_stream(server, MAX_TOKENS))
+    stream = http_stream(server, MAX_TOKENS)
     text = "".join(next(stream) for _ in range(5))
     os.kill(server.coordinator.pid, signal.SIGKILL)
     assert text + "".join(stream) == wanted

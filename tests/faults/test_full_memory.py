@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from tests.faults.fault_server import Load, fault_server, serve, tokens_lost, wait_for
+from tests.faults.fault_server import FaultServer, Load, fault_server, serve, tokens_lost
 from tests.tiny_models import make_tiny
 from tp_runtime import Client
 from tp_runtime.errors import WorkerFailedError
@@ -52,6 +52,10 @@ def limit_files(pid: int, size: int) -> None:
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, hard))
 
 
+def is_tried_again(server: FaultServer) -> bool:
+    return server.program.text().count("shares with the coordinator cannot be had") >= 2
+
+
 def test_workers_wait_for_memory_that_is_short_for_a_moment(tiny, tmp_path, fault_table):
     with fault_server(tmp_path, *serve(tiny)) as server, Client(server.address) as client:
         undisturbed = Load(client).finish()
@@ -60,10 +64,10 @@ def test_workers_wait_for_memory_that_is_short_for_a_moment(tiny, tmp_path, faul
         coordinator = server.coordinator
         limit_files(coordinator.pid, TOO_LITTLE)
         happened = server.send(server.workers()[1], "kill")
-        wait_for(lambda: "shares with the coordinator cannot be had" in server.program.text(), 20)
-        time.sleep(0.5)
+        recovery = server.watch_recovery(happened, until=lambda: is_tried_again(server))
         limit_files(coordinator.pid, resource.RLIM_INFINITY)
-        recovery = server.watch_recovery(happened)
+        server.wait_ready()
+        recovery.recovered_s = time.monotonic() - happened()
         lost = tokens_lost(load.finish(), undisturbed)
         assert server.coordinator == coordinator
     assert lost == 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from tp_runtime.errors import InvalidRequestError
+from tp_runtime.errors import ConfigError, InvalidRequestError, TPRuntimeError
 from tp_runtime.text import tokenizer_files
 from tp_runtime.text.chat_template import ChatTemplate
 from tp_runtime.text.detokenizer import (
@@ -52,14 +52,22 @@ class Tokenizer:
         """Reads tokenizer.json and the files beside it; converts older formats once (see
         tokenizer_files). Raises ConfigError with what is missing or broken."""
         path = tokenizer_files.tokenizer_folder(Path(folder))
-        settings = tokenizer_files.read_settings(path)
-        named = tokenizer_files.special_token_names(settings)
-        templates = tokenizer_files.read_chat_templates(path, settings)
-        return cls(
-            tokenizer_files.load_tokenizer(path, settings),
-            named,
-            ChatTemplate(templates, named) if templates else None,
-        )
+        try:
+            settings = tokenizer_files.read_settings(path)
+            named = tokenizer_files.special_token_names(settings)
+            templates = tokenizer_files.read_chat_templates(path, settings)
+            return cls(
+                tokenizer_files.load_tokenizer(path, settings),
+                named,
+                ChatTemplate(templates, named) if templates else None,
+            )
+        except TPRuntimeError:
+            raise
+        except Exception as error:  # fields of any kind may be anywhere in these files
+            what = f"{type(error).__name__}: {error}"[:200]
+            raise ConfigError(
+                f"The tokenizer files in {path} make no sense ({what}); fetch them again."
+            ) from error
 
     @classmethod
     def find(cls, folder: str | Path) -> Tokenizer | None:

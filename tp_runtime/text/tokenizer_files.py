@@ -57,7 +57,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read ({error}); fetch the file again.") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} does not hold a JSON object; fetch the file again.")
@@ -148,7 +148,8 @@ def load_tokenizer(folder: Path, settings: dict[str, Any]) -> tokenizers.Tokeniz
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust side raises bare Exception
-        raise ConfigError(f"{path} is not a tokenizer ({error}); fetch the file again.") from error
+        what = str(error)[:200]
+        raise ConfigError(f"{path} is not a tokenizer ({what}); fetch the file again.") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     model_type = read_json(folder / "config.json").get("model_type", "")
