@@ -22,6 +22,11 @@ bench_command = lazy_group(
         "comm": LazyCommand(
             "tp_runtime.launch.bench.comm", "comm_command", "Collectives between the ranks."
         ),
+        "kernels": LazyCommand(
+            "tp_runtime.launch.bench.kernels",
+            "kernels_command",
+            "The operators of a decode step, one by one.",
+        ),
         "coordinator": LazyCommand(
             "tp_runtime.launch.bench.coordinator",
             "coordinator_command",
