@@ -72,11 +72,6 @@ class Cases:
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, dtype=self._dtype, device=self._device)
 
-    def _filled(self, layer: torch.nn.Module) -> torch.nn.Module:
-        for parameter in layer.parameters():
-            torch.nn.init.normal_(parameter, std=0.02)
-        return layer
-
     def _qkv(self) -> QKVParallelLinear:
         m = self._model
         return QKVParallelLinear(
@@ -88,7 +83,7 @@ class Cases:
 
     def _rms_norm(self, size: int) -> RMSNorm:
         norm = RMSNorm(size, self._model.rms_norm_eps, dtype=self._dtype, device=self._device)
-        self._filled(norm)
+        torch.nn.init.normal_(norm.weight)
         return norm
 
     # ------------------------------------------------------------ cases
@@ -97,7 +92,7 @@ class Cases:
         size = self._model.hidden_size
 
         def make() -> tuple[Call, Call]:
-            x, residual, norm = self._random(rows, size), self._random(rows, size), None
+            x, residual = self._random(rows, size), self._random(rows, size)
             norm = self._rms_norm(size)
             return (
                 lambda: norm(x, residual),
@@ -137,7 +132,7 @@ class Cases:
 
         def make() -> tuple[Call, Call]:
             linear, norm = build(), self._rms_norm(hidden)
-            self._filled(linear)
+            torch.nn.init.normal_(linear.weight, std=0.02)
             x, residual = self._random(rows, hidden), self._random(rows, hidden)
 
             def plain() -> Tensor:
@@ -211,7 +206,7 @@ class Cases:
 
     def _attention(self, rows: int, context: int) -> Iterator[Case]:
         """Every back-end that works here, each beside nothing: they are each other's peers."""
-        m, dim = self._model, self._model.head_dim
+        dim = self._model.head_dim
         kv_heads = self._heads.kv.size
         blocks = -(-context // _BLOCK_SIZE)
         moved = 2 * rows * context * kv_heads * dim

@@ -141,3 +141,17 @@ def test_comm_times_every_collective_at_every_size(capfd):
     _, record = bench(capfd, "comm", "-tp", "2", *few)
     assert [row["bytes"] for row in record["results"]] == [1024, 4096]
     assert all(row["all_reduce"] > 0 and row["gather"] > 0 for row in record["results"])
+
+
+def test_kernels_times_every_operator_of_a_decode_step_beside_plain_pytorch(capfd):
+    flags = ("--shape", "tiny", "--device", "cpu", "--dtype", "float32", "-tp", "2")
+    output, record = bench(capfd, "kernels", *flags, "--rows", "1,3", "--context", "40")
+    assert record["context"] == 40 and record["copy_rate_gb_s"] is None
+    names = {row["kernel"] for row in record["results"]}
+    assert {"add, norm", "norm, qkv", "down", "LM head", "attention, reference"} <= names
+    assert len(record["results"]) == 2 * len(names)
+    for row in record["results"]:
+        assert row["us"] > 0 and row["gb_s"] > 0
+        assert row["kernel"] in output
+    compared = [row for row in record["results"] if row["plain_us"] is not None]
+    assert len(compared) >= 2 * 9
