@@ -56,10 +56,12 @@ def own_runtime_folder() -> Iterator[None]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-REAL_PROCESSES = ("tests/client/", "tests/faults/", "tests/http/", "tests/launch/")
-"""Folders whose tests start servers and hold them to deadlines of a second or two. On a machine
-that is busy with something else a deadline can pass; such a test gets two more tries, each of which
-is reported, and must then hold."""
+DEADLINES = tuple(
+    f"tests/{name}/" for name in ("client", "coordinator", "faults", "http", "launch", "transport")
+)
+"""Folders whose tests start threads or servers and hold them to deadlines of a second or two. On a
+machine that is busy with something else a deadline can pass; such a test gets two more tries, each
+of which is reported, and must then hold."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -68,5 +70,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if not HAS_GPU and item.get_closest_marker("gpu"):
             item.add_marker(no_gpu)
-        if tries_again and item.nodeid.startswith(REAL_PROCESSES):
+        if tries_again and item.nodeid.startswith(DEADLINES):
             item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=2))
