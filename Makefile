@@ -2,7 +2,7 @@
 #   TORCH_SPEC="torch==2.14.1"  install this torch instead of the one chosen
 #   ARGS="--model DIR"          further arguments of the demo; for the tests: of pytest
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test faults soak lint format clean
+.PHONY: help setup demo test third-party faults soak lint format clean
 
 BIN := .venv/bin
 ARGS ?=
@@ -11,6 +11,7 @@ MINUTES ?= 20
 help:
 	@echo "make demo    set up, then run a real model on 2 workers and stream an answer"
 	@echo "make test    set up, then ruff, mypy and all tests"
+	@echo "make third-party   lm-eval and GuideLLM against a real server (installs 80 packages first)"
 	@echo "make faults  kill and stop every process of servers in a loop, and print the table"
 	@echo "make soak MINUTES=20   random arrivals, cancels and kills"
 	@echo "make lint    ruff and mypy only"
@@ -30,6 +31,10 @@ lint: setup
 
 test: lint
 	@$(BIN)/python -m pytest -m "not slow and not faults" $(ARGS)
+
+third-party: setup
+	@$(BIN)/python -m pip install -qq --no-input --no-compile -c constraints.txt -e '.[third-party]'
+	@$(BIN)/python -m pytest tests/http/test_third_party.py $(ARGS)
 
 faults: setup
 	@$(BIN)/python -m pytest -m faults --timeout 600 tests/faults $(ARGS)
