@@ -202,8 +202,11 @@ def test_sentencepiece_like_tokens():
         ({"json": {"not": {"type": "string"}}}, 'Unimplemented keys: ["not"]'),
         ({"json": {"$ref": "#/$defs/nope"}}, "/$defs/nope"),
         ({"json": {"type": "integer", "minimum": 3, "maximum": 2}}, "minimum"),
-        ({"json": "{"}, "JSON schema"),
-        ({"json": "[]"}, "JSON schema"),
+        ({"json": "{"}, "truncated"),
+        ({"json": "[]"}, "must be an object"),
+        ({"json": "[" * 100_000}, "JSON schema"),
+        ({"json": '{"not":' * 500 + "{}" + "}" * 500}, "JSON schema"),
+        ({"json": {"x-guidance": 3}}, "JSON schema"),
         ({"regex": "(?<=a)b"}, "look-around"),
         ({"regex": "("}, "unclosed group"),
     ],
@@ -223,7 +226,7 @@ def test_what_cannot_be_compiled_is_one_sentence_that_says_why(fields, words):
         ({"choice": []}, "none empty"),
         ({"choice": ["a", ""]}, "none empty"),
         ({"regex": "a" * (1 << 20)}, "bytes"),
-        ({"json": {"enum": [{1, 2}]}}, "not a JSON schema"),
+        ({"json": {"enum": [object()]}}, "not a JSON schema"),
     ],
 )
 def test_what_is_no_wish_at_all_is_refused_before_it_is_sent(fields, words):
