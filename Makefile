@@ -3,7 +3,7 @@
 #   JOBS=1                      run the tests one after the other
 #   ARGS="--model DIR"          further arguments of the demo; for the tests: of pytest
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test slow faults soak lint format clean
+.PHONY: help setup demo test slow third-party faults soak lint format clean
 
 BIN := .venv/bin
 ARGS ?=
@@ -14,6 +14,7 @@ help:
 	@echo "make demo    set up, then run a real model on 2 workers and stream an answer"
 	@echo "make test    set up, then ruff, mypy and all tests"
 	@echo "make slow    the tests that start a server for what other tests see too"
+	@echo "make third-party   lm-eval and GuideLLM against a real server (installs 80 packages first)"
 	@echo "make faults  kill and stop every process of servers in a loop, and print the table"
 	@echo "make soak MINUTES=20   random arrivals, cancels and kills"
 	@echo "make lint    ruff and mypy only"
@@ -36,6 +37,10 @@ test: lint
 
 slow: setup
 	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+third-party: setup
+	@$(BIN)/python -m pip install -qq --no-input --no-compile -c constraints.txt -e '.[third-party]'
+	@$(BIN)/python -m pytest tests/http/test_third_party.py $(ARGS)
 
 faults: setup
 	@$(BIN)/python -m pytest -m faults --timeout 600 $(ARGS)

@@ -74,6 +74,9 @@ class Connection:
         self._calls: dict[str, Call] = {}
         self._pings: list[Future[str]] = []
         self._link: ClientLink | None = None
+        self._poller: zmq.Poller | None = None
+        self._polled: ClientLink | None = None
+        """The link whose sockets are in the poller."""
         self._next_attempt = 0.0
         self._give_up_at: float | None = None
         self._home: RunFolder | None = None
@@ -140,14 +143,15 @@ class Connection:
             work()
 
     def _poll(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._work.fileno(), zmq.POLLIN)
-        if self._link is not None:
-            poller.register(self._link.socket, zmq.POLLIN)
-            poller.register(self._link.monitor, zmq.POLLIN)
+        if self._poller is None or self._polled is not self._link:
+            self._poller, self._polled = zmq.Poller(), self._link
+            self._poller.register(self._work.fileno(), zmq.POLLIN)
+            if self._link is not None:
+                self._poller.register(self._link.socket, zmq.POLLIN)
+                self._poller.register(self._link.monitor, zmq.POLLIN)
         waits_for_attempt = self._link is None and self._give_up_at is not None
         wait_s = _RETRY_S if waits_for_attempt else _TICK_S
-        poller.poll(int(wait_s * 1000))
+        self._poller.poll(int(wait_s * 1000))
 
     def _keep_link(self, context: zmq.Context[zmq.Socket[bytes]], now: float) -> None:
         if now >= self._next_tick:

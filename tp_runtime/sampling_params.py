@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -43,7 +42,7 @@ class StructuredOutputsParams(
         if self.choice is not None and (not self.choice or not all(self.choice)):
             raise InvalidRequestError("structured_outputs.choice is a list of texts, none empty.")
         try:
-            size = len(json.dumps([self.json, self.regex, self.choice]))
+            size = len(msgspec.json.encode([self.json, self.regex, self.choice]))
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidRequestError(
                 f"structured_outputs.json is not a JSON schema ({error})."

@@ -153,11 +153,11 @@ def test_errors_are_the_sdks_own_types(sdk):
         sdk.chat.completions.create(model="tiny", messages=HELLO, tools=[tool])
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(5))
 def test_examples_of_the_api_page_run_as_printed(url, number, capsys):
     text = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     exec(compile(blocks[number].replace("http://127.0.0.1:8000", url), "http-api.md", "exec"), {})
     assert capsys.readouterr().out.strip()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from array import array
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
 
+from tests.import_scan import ROOT
 from tests.text.small_tokenizers import byte_fallback, byte_level
 from tp_runtime.errors import InvalidRequestError, RequestFailedError
 from tp_runtime.sampling_params import StructuredOutputsParams
@@ -199,8 +202,11 @@ def test_sentencepiece_like_tokens():
         ({"json": {"not": {"type": "string"}}}, 'Unimplemented keys: ["not"]'),
         ({"json": {"$ref": "#/$defs/nope"}}, "/$defs/nope"),
         ({"json": {"type": "integer", "minimum": 3, "maximum": 2}}, "minimum"),
-        ({"json": "{"}, "JSON schema"),
-        ({"json": "[]"}, "JSON schema"),
+        ({"json": "{"}, "truncated"),
+        ({"json": "[]"}, "must be an object"),
+        ({"json": "[" * 100_000}, "JSON schema"),
+        ({"json": '{"not":' * 500 + "{}" + "}" * 500}, "JSON schema"),
+        ({"json": {"x-guidance": 3}}, "JSON schema"),
         ({"regex": "(?<=a)b"}, "look-around"),
         ({"regex": "("}, "unclosed group"),
     ],
@@ -220,7 +226,7 @@ def test_what_cannot_be_compiled_is_one_sentence_that_says_why(fields, words):
         ({"choice": []}, "none empty"),
         ({"choice": ["a", ""]}, "none empty"),
         ({"regex": "a" * (1 << 20)}, "bytes"),
-        ({"json": {"enum": [{1, 2}]}}, "not a JSON schema"),
+        ({"json": {"enum": [object()]}}, "not a JSON schema"),
     ],
 )
 def test_what_is_no_wish_at_all_is_refused_before_it_is_sent(fields, words):
@@ -229,6 +235,23 @@ def test_what_is_no_wish_at_all_is_refused_before_it_is_sent(fields, words):
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(InvalidRequestError, match="pip install llguidance"):
         GrammarCompiler(TOKENIZER, [END], VOCAB).load()
+
+
+def test_grammars_load_neither_torch_nor_transformers(tmp_path):
+    TOKENIZER._tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    source = (
+        "import sys\n"
+        "import tp_runtime.coordinator.process\n"
+        "from tp_runtime.sampling_params import StructuredOutputsParams\n"
+        "from tp_runtime.text.grammar import GrammarCompiler\n"
+        "from tp_runtime.text.tokenizer import Tokenizer\n"
+        f"compiler = GrammarCompiler(Tokenizer.from_folder({str(tmp_path)!r}), [1], 420)\n"
+        "assert compiler.compile(StructuredOutputsParams(json_object=True)).next_mask()\n"
+        "print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])\n"
+    )
+    run = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True)
+    assert run.stdout.strip() == "[]", run.stdout + run.stderr

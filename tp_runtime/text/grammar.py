@@ -11,7 +11,7 @@ import json
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -27,6 +27,8 @@ MAX_LISTED = 256
 """Up to so many allowed ids are listed; more are told as bits."""
 KEPT = 16
 """Compiled grammars kept for the next request that asks for the same."""
+LEXER_STATES = 50_000
+"""Of one grammar, 1 to 2 kB each; a sample whose text would need more ends with an error."""
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Between the parts of a JSON text: enough for an indented one. Without a bound, small models are
 caught in spaces for ever."""
@@ -156,11 +158,11 @@ class GrammarCompiler:
     def _matcher(self, wanted: StructuredOutputsParams) -> LLMatcher:
         import llguidance
 
-        limits = llguidance.LLParserLimits(verbose_errors=False)
+        limits = llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=LEXER_STATES)
         try:
             source = _source(wanted)
             matcher = llguidance.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _refusal(wanted, str(error)) from None
         if matcher.is_error():
             raise _refusal(wanted, matcher.get_error())
@@ -229,8 +231,19 @@ def _source(wanted: StructuredOutputsParams) -> str:
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice)
         return LLMatcher.grammar_from_lark(f"start: {texts}")
     schema = {"type": "object"} if wanted.json is None else wanted.json
-    from_schema: Callable[..., str] = LLMatcher.grammar_from_json_schema
-    return from_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
+    return _schema_source(schema)
+
+
+def _schema_source(schema: dict[str, Any] | str) -> str:
+    """As `LLMatcher.grammar_from_json_schema` with our default, but a large schema does not keep
+    the other threads waiting for tens of milliseconds. Raises ValueError."""
+    read = msgspec.json.decode(schema) if isinstance(schema, str) else schema
+    if not isinstance(read, dict):
+        raise ValueError("it must be an object")
+    options = read.get("x-guidance", {})
+    if isinstance(options, dict):
+        read = {**read, "x-guidance": {"whitespace_pattern": WHITESPACE, **options}}
+    return msgspec.json.encode({"grammars": [{"json_schema": read}]}).decode()
 
 
 def _refusal(wanted: StructuredOutputsParams, reason: str) -> InvalidRequestError:
