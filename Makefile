@@ -32,7 +32,7 @@ test: lint
 	@$(BIN)/python -m pytest -m "not slow and not faults" $(ARGS)
 
 faults: setup
-	@$(BIN)/python -m pytest -m faults --timeout 600 tests/faults $(ARGS)
+	@$(BIN)/python -m pytest -m faults --timeout 600 tests/faults tests/launch $(ARGS)
 
 soak: setup
 	@$(BIN)/python -m tests.faults.soak --minutes $(MINUTES) $(ARGS)
