@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ class Soak:
         self.client = Client(server.address, reconnect_timeout=120)
         self.counts: Counter[str] = Counter()
         self.running: list[tuple[int, PendingOutput, bool]] = []
+        self._planned: Callable[[], float | None] = lambda: 0.0
         self.wanted = [self._ask(i).result(120).token_ids for i in range(KINDS)]
 
     def _ask(self, i: int) -> PendingOutput:
@@ -65,7 +66,7 @@ class Soak:
         next_kill = calm_since = time.monotonic()
         next_kill += kills_every_s
         while time.monotonic() < end:
-            if self.server.state() != "ready":
+            if self.server.state() != "ready" or self._is_to_come():
                 calm_since = time.monotonic()
             if len(self.running) < MOST_RUNNING and self.random.random() < 0.3:
                 i = self.random.randrange(KINDS)
@@ -74,8 +75,13 @@ class Soak:
             if time.monotonic() >= next_kill and calm_s > RESTART_WINDOW_S:
                 next_kill = time.monotonic() + self.random.uniform(0.5, 1.5) * kills_every_s
                 self._fault(self.random.choices(FAULTS, WEIGHTS)[0])
+                calm_since = time.monotonic()
             self._collect()
             time.sleep(0.01)
+
+    def _is_to_come(self) -> bool:
+        """Whether a planted fault has not met its step yet."""
+        return self._planned() is None
 
     def _collect(self) -> None:
         still = []
@@ -108,7 +114,7 @@ class Soak:
         elif action in ("kill", "stop"):
             self.server.send(self.random.choice(workers), action)
         else:
-            self.server.plan(self.random.randrange(2), "decode", action)
+            self._planned = self.server.plan(self.random.randrange(2), "decode", action)
         self.counts[fault] += 1
 
     def drain(self) -> None:
