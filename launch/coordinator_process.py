@@ -38,12 +38,15 @@ class CoordinatorProcess:
         self, config: EngineConfig, folder: RunFolder, watch: ProcessId, place: RankPlace
     ) -> None:
         folder.write_config(config)
+        folder.forget_door()
+        self.number = folder.count_coordinator()
+        """1 for the first one of this folder; relays are counted likewise on their hosts."""
         command = [sys.executable, "-m"]
         command += _coordinator(place) if place.coordinates else _relay(place)
         command += ["--config", config.to_json(), "--run-dir", str(folder.path)]
         command += ["--watch-pid", str(watch.pid)]
         if place.coordinates:
-            first = (folder.count_coordinator() - 1) * GENERATIONS_EACH + 1
+            first = (self.number - 1) * GENERATIONS_EACH + 1
             command += ["--first-generation", str(first)]
         # Its signals wait until it can take them: a Ctrl-C while it is still importing must neither
         # be lost nor show a traceback.

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 
 import msgspec
 
@@ -22,12 +24,23 @@ from tp_runtime.launch.rank_environment import RankPlace
 from tp_runtime.run_folder import DoorKey, RunFolder
 
 _LOOK_S = 0.02
+STORE_S = 2.0
+"""A store that does not answer for so long, after a coordinator was lost, went with its host."""
 
 
 class DoorExchange:
-    """The child. Make it before anything is open that a child must not inherit."""
+    """The child. Make it before anything is open that a child must not inherit, or say with
+    `close_in_child` how that is closed. `number`: the coordinator that it is about, 1 for the first
+    one; all hosts count alike, because a relay ends with its coordinator."""
 
-    def __init__(self, folder: RunFolder, place: RankPlace, timeout_s: float) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        place: RankPlace,
+        timeout_s: float,
+        number: int = 1,
+        close_in_child: Callable[[], None] = lambda: None,
+    ) -> None:
         keeper = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -35,7 +48,8 @@ class DoorExchange:
         if self._pid == 0:
             try:
                 if die_with_parent(keeper):
-                    _exchange(folder, place, timeout_s)
+                    close_in_child()
+                    _exchange(folder, place, timeout_s, number)
             except BaseException as error:
                 _record(folder, error)
             finally:
@@ -46,7 +60,7 @@ class DoorExchange:
         return os.waitpid(self._pid, os.WNOHANG)[0] != 0
 
 
-def _exchange(folder: RunFolder, place: RankPlace, timeout_s: float) -> None:
+def _exchange(folder: RunFolder, place: RankPlace, timeout_s: float, number: int) -> None:
     from torch.distributed import TCPStore
 
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -56,15 +70,20 @@ def _exchange(folder: RunFolder, place: RankPlace, timeout_s: float) -> None:
         )
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     key = f"tp_runtime/door/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    keys = [key] if number == 1 else [key, f"{key}/{number}"]
+    if number > 1:
+        socket.create_connection((host, port), STORE_S).close()  # the store waits much longer
     deadline, timeout = time.monotonic() + timeout_s, datetime.timedelta(seconds=timeout_s)
     if place.coordinates:
         while (door := folder.read_door()) is None:
             if time.monotonic() > deadline or folder.read_failure() is not None:
                 return  # the keeper tells why
             time.sleep(_LOOK_S)
-        TCPStore(host, port, timeout=timeout).set(key, msgspec.json.encode(door).decode())
+        store = TCPStore(host, port, timeout=timeout)
+        for name in keys:
+            store.set(name, msgspec.json.encode(door).decode())
     else:
-        found = TCPStore(host, port, timeout=timeout).get(key)
+        found = TCPStore(host, port, timeout=timeout).get(keys[-1])
         folder.write_door(msgspec.json.decode(found, type=DoorKey))
 
 

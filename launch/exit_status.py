@@ -15,7 +15,7 @@ FAILED = 1
 REFUSED = 2
 """A flag, setting or model folder that cannot work; nothing was started."""
 COORDINATOR_LOST = 3
-"""Keeper: the coordinator's socket closed without a word."""
+"""Keeper: the coordinator's socket closed without a word. Relay: its connection ended so."""
 LAUNCHER_LOST = 4
 """Keeper: the process that started it is gone."""
 NOT_FORKABLE = 5

@@ -25,7 +25,12 @@ from typing import Any
 import click
 
 from tp_runtime.engine_config import EngineConfig
-from tp_runtime.errors import ConfigError, TPRuntimeError, WorkerFailedError
+from tp_runtime.errors import (
+    ConfigError,
+    ServerUnavailableError,
+    TPRuntimeError,
+    WorkerFailedError,
+)
 from tp_runtime.launch import exit_status
 from tp_runtime.launch.coordinator_process import (
     CoordinatorProcess,
@@ -49,6 +54,9 @@ from tp_runtime.launch.worker_child import WorkerMain, load_worker_main
 from tp_runtime.run_folder import ProcessId, RunFolder, list_servers
 from tp_runtime.transport.fd_socket import check_path
 
+RETURN_S = 15.0
+"""A coordinator that was started again has published by then how other hosts reach it. If its host
+is gone, so is torchrun's store, and that is noticed at once."""
 PORT_PATIENCE_S = 3.0
 """A first keeper that was started again waits so long for the HTTP port of the one before."""
 
@@ -132,12 +140,23 @@ class RankProcess:
         )
 
     def _comes_back(self, config: EngineConfig) -> CoordinatorReturn | None:
-        """None: the coordinator is somebody else's, or on another host."""
-        if self._place.several_hosts or self._elsewhere:
+        """None: the coordinator is somebody else's. On another host it is a relay that returns."""
+        if self._elsewhere:
             return None
 
         def start() -> CoordinatorProcess:
+            before = None if self._place.coordinates else self._started
+            if before is not None and before.ended() != exit_status.COORDINATOR_LOST:
+                raise ServerUnavailableError("The relay of this host is gone.")
             self._started = CoordinatorProcess(config, self._folder, self._agent, self._place)
+            if self._place.several_hosts:
+                self._exchange = DoorExchange(
+                    self._folder,
+                    self._place,
+                    RETURN_S,
+                    self._started.number,
+                    self._forget_web,
+                )
             return self._started
 
         return CoordinatorReturn(

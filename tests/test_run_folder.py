@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 
@@ -147,3 +148,20 @@ def test_half_written_files_are_never_read():
     (folder.path / "server.json").write_bytes(b'{"address": "ipc')
     assert folder.read_server() is None
     assert list_servers() == []
+
+
+def test_a_full_file_system_costs_the_status_and_nothing_else(tmp_path):
+    """Often it is a small one in memory; a coordinator must not die of it."""
+    folder = RunFolder(tmp_path / "run").create()
+    folder.write_status("ready")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        folder.write_status("recovering", "workers are being replaced")
+        assert not folder.write_failure("worker_failed", "Rank 1 was killed.")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert folder.read_status().state == "ready"
+    assert folder.read_failure() is None
+    assert [path.name for path in folder.path.iterdir()] == ["status.json"]
+    assert folder.write_failure("worker_failed", "Rank 1 was killed.")

@@ -145,7 +145,8 @@ class Client:
     survive a restart of the coordinator: they go on where they stood, within `reconnect_timeout`
     seconds; without it they fail at once.
 
-    Raises ServerUnavailableError when nobody answers within `connect_timeout` seconds. Errors of
+    Raises ServerUnavailableError when nobody answers within `connect_timeout` seconds, or within
+    `reconnect_timeout` where a server of this machine is being started again. Errors of
     single requests are those of `tp_runtime.errors`: InvalidRequestError, OverloadedError,
     RequestTimeoutError, RequestCancelledError, RequestFailedError, ServerUnavailableError.
 

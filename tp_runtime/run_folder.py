@@ -200,6 +200,10 @@ class RunFolder:
     def read_door(self) -> DoorKey | None:
         return self._read("door.json", DoorKey)
 
+    def forget_door(self) -> None:
+        """What was written is that of a coordinator that is gone."""
+        (self.path / "door.json").unlink(missing_ok=True)
+
     def count_coordinator(self) -> int:
         """Call it when another coordinator is started here; the first one is 1."""
         before = self._read("starts.json", Starts)

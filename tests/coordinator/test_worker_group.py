@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
+
 import pytest
 
 from tests.coordinator.fake_keepers import FakeKeeper, GroupUnderTest
-from tp_runtime.coordinator import worker_group
+from tp_runtime.coordinator import host_memory, worker_group
 from tp_runtime.coordinator.failure import Kind, first_cause
+from tp_runtime.coordinator.host_memory import HostMemory
 from tp_runtime.coordinator.worker_group import GroupState
 from tp_runtime.messages import ForkWorker, KillWorker, Quit
 from tp_runtime.transport.heartbeat import Phase
@@ -250,3 +254,71 @@ def test_what_failed_just_before_the_end_is_told_as_its_reason(make):
     under.group.end_failing()
     assert "Rank 1: killed by SIGKILL" in under.events.block
     assert "its launcher is gone" in under.events.block
+
+
+GARBAGE = b"\xc1 no message"
+
+
+def test_a_worker_that_says_what_cannot_be_read_has_failed(make):
+    under = make()
+    under.start()
+    under.keepers[1].status._socket.send(GARBAGE)
+    under.until(lambda: bool(under.events.failures))
+    (failure,) = under.events.failures[0]
+    assert failure.rank == 1
+    assert "could not be understood" in failure.error
+    under.killed()
+    under.expect(ForkWorker)
+
+
+def test_garbage_at_the_door_for_keepers_is_turned_away(make, caplog):
+    """It used to end the coordinator, and the server with it."""
+    under = make()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.connect(str(under.path))
+        stranger.send(GARBAGE)
+        under.until(lambda: "turned away" in caplog.text)
+        assert stranger.recv(1) == b""
+    under.start()
+
+
+def test_a_lost_keeper_is_not_waited_for_and_its_replacement_is_known(make, monkeypatch):
+    """An elastic agent ends the other ranks a moment later, by SIGTERM, and means no other end."""
+    monkeypatch.setattr(worker_group, "GRACE_S", 60.0)
+    under = make(restarts=1)
+    under.start()
+    assert not under.group.replaces_keepers
+    under.keepers.pop(1).close()
+    under.killed([0])
+    under.until(lambda: under.group.state is GroupState.WAITING_FOR_KEEPERS)
+    assert under.group.replaces_keepers
+
+
+def test_memory_that_cannot_be_had_is_a_failed_start_and_tried_again(make, monkeypatch):
+    under = make(max_worker_restarts=5)
+    under.start()
+    create, calls = HostMemory.create, []
+
+    def full(*given):
+        calls.append(given)
+        if len(calls) < 3:
+            raise OSError(28, "No space left on device")
+        return create(*given)
+
+    monkeypatch.setattr(HostMemory, "create", full)
+    under.keepers[0].exit(-9)
+    under.killed([1])
+    under.until(lambda: under.group.restarts == 3)
+    assert "No space left on device" in under.events.failures[-1][0].error
+
+
+def test_memory_that_cannot_be_had_leaves_no_descriptor_open(monkeypatch):
+    monkeypatch.setattr(host_memory, "create_doorbell", fail_with_no_descriptors)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="Too many open files"):
+        HostMemory.create(2)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def fail_with_no_descriptors() -> int:
+    raise OSError(24, "Too many open files")

@@ -13,9 +13,11 @@ import importlib.abc
 import importlib.machinery
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,6 +49,10 @@ def act(action: str, done: Path) -> None:
         os.abort()
     elif action == "exit":
         os._exit(0)
+    elif action == "close":
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:
+                one.shutdown(socket.SHUT_RDWR)
     elif action == "raise":
         raise RuntimeError("a planted failure")
 

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ KINDS = 32
 """Different requests; each is asked for again and again."""
 MEMORY_BYTES = 24 << 20
 """Growth that is allowed: caches of the allocator and of Python, which do not grow further."""
+RESTART_WINDOW_S = 4.0
+"""Faults are further apart than crashes that make the requests in them suspects: three faults from
+outside that meet the same request would rightly convict it."""
 FAULTS = ("worker kill", "worker stop", "worker abort", "worker raise", "coordinator kill")
 WEIGHTS = (4, 1, 2, 2, 1)
 
@@ -51,6 +54,7 @@ class Soak:
         self.client = Client(server.address, reconnect_timeout=120)
         self.counts: Counter[str] = Counter()
         self.running: list[tuple[int, PendingOutput, bool]] = []
+        self._planned: Callable[[], float | None] = lambda: 0.0
         self.wanted = [self._ask(i).result(120).token_ids for i in range(KINDS)]
 
     def _ask(self, i: int) -> PendingOutput:
@@ -59,16 +63,25 @@ class Soak:
 
     def run(self, seconds: float, kills_every_s: float) -> None:
         end = time.monotonic() + seconds
-        next_kill = time.monotonic() + kills_every_s
+        next_kill = calm_since = time.monotonic()
+        next_kill += kills_every_s
         while time.monotonic() < end:
+            if self.server.state() != "ready" or self._is_to_come():
+                calm_since = time.monotonic()
             if len(self.running) < MOST_RUNNING and self.random.random() < 0.3:
                 i = self.random.randrange(KINDS)
                 self.running.append((i, self._ask(i), self.random.random() < 0.1))
-            if time.monotonic() >= next_kill:
+            calm_s = time.monotonic() - calm_since
+            if time.monotonic() >= next_kill and calm_s > RESTART_WINDOW_S:
                 next_kill = time.monotonic() + self.random.uniform(0.5, 1.5) * kills_every_s
                 self._fault(self.random.choices(FAULTS, WEIGHTS)[0])
+                calm_since = time.monotonic()
             self._collect()
             time.sleep(0.01)
+
+    def _is_to_come(self) -> bool:
+        """Whether a planted fault has not met its step yet."""
+        return self._planned() is None
 
     def _collect(self) -> None:
         still = []
@@ -101,7 +114,7 @@ class Soak:
         elif action in ("kill", "stop"):
             self.server.send(self.random.choice(workers), action)
         else:
-            self.server.plan(self.random.randrange(2), "decode", action)
+            self._planned = self.server.plan(self.random.randrange(2), "decode", action)
         self.counts[fault] += 1
 
     def drain(self) -> None:
@@ -144,7 +157,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="tpr_") as folder:
         os.environ.update(XDG_RUNTIME_DIR=folder, TP_RUNTIME_HTTP="0", HF_HUB_OFFLINE="1")
         tiny = str(make_tiny("qwen3", Path(folder) / "tiny"))
-        command = serve(tiny, "--step-deadline", str(given.step_deadline), "--restart-window", "10")
+        command = serve(
+            tiny,
+            "--step-deadline",
+            str(given.step_deadline),
+            "--restart-window",
+            str(RESTART_WINDOW_S),
+        )
         with fault_server(Path(folder), *command) as server:
             soak = Soak(server, given.seed)
             # Everything once, the restart of all parts too, before it is measured.

@@ -33,6 +33,7 @@ from tp_runtime import Client
 from tp_runtime.errors import TPRuntimeError
 from tp_runtime.messages import FRAME_HEADER
 
+pytestmark = pytest.mark.faults
 TOKENS = 100
 COMMAND = (*TORCHRUN, "--max-restarts=100", "-m", "tp_runtime.launch.serve")
 """torchrun itself, because `tp-runtime serve` replaces lost keepers three times only."""
@@ -95,7 +96,6 @@ CLOSED = {
 }
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("victim", CLOSED)
 def test_closed_sockets_cost_no_token(server, undisturbed, victim, fault_table):
     def happened() -> Callable[[], float]:
@@ -118,7 +118,6 @@ GARBAGE = {
 }
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("victim", GARBAGE)
 def test_what_cannot_be_read_costs_no_token(server, undisturbed, victim, fault_table):
     """A byte of shared memory flips, or a packet of a socket is no message."""
@@ -193,7 +192,6 @@ with Client(sys.argv[1]) as client:
 """
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("action", ["kill", "stop"])
 def test_a_client_that_dies_or_hangs_harms_nobody(server, undisturbed, action, fault_table):
     command = [sys.executable, "-c", _CLIENT, server.address]
@@ -215,7 +213,6 @@ def test_a_client_that_dies_or_hangs_harms_nobody(server, undisturbed, action, f
     fault_table.add("client", "decode", action, recovery, lost)
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("action", ["kill", "stop"])
 def test_an_http_process_that_dies_or_hangs_is_replaced(server, undisturbed, action, fault_table):
     """Its own streams are cut off; those of other clients go on, and so does its port."""
@@ -236,7 +233,6 @@ def test_an_http_process_that_dies_or_hangs_is_replaced(server, undisturbed, act
     fault_table.add("HTTP process", "decode", action, recovery, lost)
 
 
-@pytest.mark.faults
 def test_a_launcher_whose_sockets_are_closed_goes_on_or_takes_everything_along(
     tiny, tmp_path, fault_table
 ):

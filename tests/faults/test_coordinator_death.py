@@ -186,6 +186,7 @@ def test_without_reconnection_the_error_comes_within_a_second(server):
         assert time.monotonic() - killed < 1.0
 
 
+@pytest.mark.faults
 def test_a_fault_of_the_coordinator_itself_is_no_end(server):
     server.wait_ready()
     with Client(server.address) as client:

@@ -18,6 +18,7 @@ from tp_runtime import Client
 from tp_runtime.errors import WorkerFailedError
 from tp_runtime.launch import exit_status
 
+pytestmark = pytest.mark.faults
 FULL = (
     "mount -t tmpfs -o size=64k tmpfs /dev/shm && "
     "! dd if=/dev/zero of=/dev/shm/full bs=1k count=100 2>/dev/null && exec "
@@ -32,7 +33,6 @@ def tiny(tmp_path_factory):
     return str(make_tiny("qwen3", tmp_path_factory.mktemp("model") / "tiny"))
 
 
-@pytest.mark.faults
 def test_a_full_dev_shm_is_not_noticed(tiny, tmp_path, fault_table):
     if subprocess.run([*IN_NAMESPACE, f"{FULL} true"], check=False).returncode:
         pytest.skip("mount namespaces cannot be made here")
@@ -74,7 +74,6 @@ def test_workers_wait_for_memory_that_is_short_for_a_moment(tiny, tmp_path, faul
     fault_table.add("coordinator", "recovery", "memory full: limit", recovery, lost)
 
 
-@pytest.mark.faults
 def test_memory_that_stays_short_is_a_typed_error_and_the_end(tiny, tmp_path):
     command = serve(tiny, "--max-worker-restarts", "3")
     with fault_server(tmp_path, *command) as server, Client(server.address) as client:

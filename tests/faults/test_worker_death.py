@@ -20,6 +20,7 @@ from tests.faults.fault_server import (
     wait_for,
 )
 from tests.faults.recovery_time import PARTS, measure
+from tests.faults.sockets import close_sockets
 from tests.tiny_models import make_tiny
 from tp_runtime import Client
 from tp_runtime.errors import WorkerFailedError
@@ -42,12 +43,14 @@ SHORT = [
     (1, "prefill", "kill"),
     (0, "prefill", "raise"),
     (1, "decode", "abort"),
-    (0, "decode", "exit"),
+    (1, "decode", "close"),
+    (0, "frame", "flip a bit"),
+    ("coordinator", "frame", "flip a bit"),
     (1, "decode", "stop"),
     (0, "answer", "kill"),
     (1, "idle", "kill"),
-    (0, "idle", "stop"),
 ]
+"""`close`: all sockets of the worker; `frame`: of the next plan or answer in a ring."""
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +73,14 @@ def undisturbed(server):
 @pytest.mark.parametrize(("rank", "phase", "action"), SHORT)
 def test_a_worker_that_fails_costs_no_token(server, undisturbed, rank, phase, action):
     run_case(server, undisturbed, rank, phase, action)
+
+
+def test_a_client_whose_connection_is_closed_goes_on(server, undisturbed):
+    with Client(server.address) as client:
+        load = Load(client)
+        load.wait_tokens(20)
+        assert close_sockets(os.getpid(), to=server.coordinator.pid) > 0
+        assert tokens_lost(load.finish(), undisturbed) == 0
 
 
 def test_the_time_of_a_recovery_is_told_by_part_and_adds_up(server):
@@ -145,7 +156,7 @@ def test_a_server_that_does_not_start_says_why_once(tmp_path, rank, action):
         started.assert_all_gone()
 
 
-def run_case(server: FaultServer, undisturbed, rank: int, phase: str, action: str):
+def run_case(server: FaultServer, undisturbed, rank: int | str, phase: str, action: str):
     old, files = server.workers(), server.open_files()
     with Client(server.address) as client:
         if phase == "idle":

@@ -181,6 +181,27 @@ def test_a_lost_host_is_a_typed_error_in_five_seconds_and_leaves_nothing(tiny, t
 
 
 @pytest.mark.faults
+def test_a_dead_coordinator_comes_back_and_so_do_the_relays_and_the_streams(tiny, tmp_path):
+    """Its first keeper starts the next one, the other host's a relay; clients send again."""
+    with (
+        two_hosts(tiny, tmp_path) as hosts,
+        Client(hosts.address, reconnect_timeout=100) as client,
+    ):
+        whole = client.generate(PROMPTS[0], LONG).token_ids
+        for _ in range(2):
+            stream = client.generate(PROMPTS[0], LONG, stream=True, timeout=100)
+            next(stream)
+            coordinator = hosts.first.folders()[0].read_coordinator()
+            kill(coordinator)
+            list(stream)
+            assert stream.output.token_ids == whole
+            assert hosts.first.folders()[0].read_coordinator() != coordinator
+        assert hosts.other.process.poll() is None
+        hosts.other.signal(signal.SIGINT)
+        assert_server_gone(hosts, 8.0)
+
+
+@pytest.mark.faults
 def test_a_stopped_relay_counts_as_a_lost_host(tiny, tmp_path):
     with two_hosts(tiny, tmp_path) as hosts, Client(hosts.address, reconnect=False) as client:
         relay = hosts.relay()

@@ -28,7 +28,7 @@ from tp_runtime.coordinator.relay_door import (
     shared_settings,
 )
 from tp_runtime.engine_config import EngineConfig
-from tp_runtime.errors import ProtocolError, ServerUnavailableError, WorkerFailedError
+from tp_runtime.errors import ProtocolError, WorkerFailedError
 from tp_runtime.messages import (
     PROTOCOL_VERSION,
     AllocateKV,
@@ -59,6 +59,8 @@ from tp_runtime.transport.signal_pipe import SignalPipe
 
 logger = logging.getLogger(__name__)
 
+COORDINATOR_LOST = 3
+"""Exit status; the same number as in launch.exit_status."""
 TICK_S = 0.1
 PATIENCE_S = SILENCE_S + 1.0
 """The coordinator gives a silent relay up first, and can say so."""
@@ -233,7 +235,10 @@ class Relay:
                 return
 
     def _lost(self, how: str) -> None:
-        self._end(f"The coordinator at {self._coordinator} {how}.", ServerUnavailableError.code)
+        """Ends without a word to the keepers here: the first of them starts another relay, for the
+        coordinator that may come next."""
+        logger.error("The coordinator at %s %s.", self._coordinator, how)
+        self._status = COORDINATOR_LOST
 
     def _launcher_gone(self) -> None:
         self._end("its launcher (torchrun) is gone", "")

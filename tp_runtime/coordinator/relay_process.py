@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Sequence
 
-from tp_runtime.coordinator.relay import Relay
+from tp_runtime.coordinator.relay import COORDINATOR_LOST, Relay
 from tp_runtime.engine_config import EngineConfig
 from tp_runtime.errors import ServerUnavailableError, TPRuntimeError
 from tp_runtime.messages import KeeperMessage
@@ -31,7 +31,8 @@ _LOOK_S = 0.02
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 stopped as asked, 1 otherwise (the cause is in failure.json)."""
+    """Returns the exit status: 0 stopped as asked, 1 otherwise (the cause is in failure.json). Does
+    not return when the coordinator was lost; the first keeper then starts another relay."""
     parser = argparse.ArgumentParser(prog="tp_runtime.relay", description=__doc__)
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
     parser.add_argument("--run-dir", required=True, help="run folder of this host")
@@ -49,7 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = EngineConfig.from_json(given.config)
         ranks = range(given.first_rank, given.first_rank + given.local_ranks)
-        return _relay(config, ranks, given.coordinator_host, folder, launcher)
+        status = _relay(config, ranks, given.coordinator_host, folder, launcher)
+        if status == COORDINATOR_LOST:
+            os._exit(status)  # what is in the run folder is for the next one
+        return status
     except TPRuntimeError as error:
         folder.write_failure(error.code, str(error))
         return 1
