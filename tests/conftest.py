@@ -56,6 +56,14 @@ def own_runtime_folder() -> Iterator[None]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.fixture
+def no_servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A runtime folder of this test alone, so that no other test's servers are found."""
+    with tempfile.TemporaryDirectory(prefix="tpr_") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder)
+
+
 DEADLINES = tuple(
     f"tests/{name}/" for name in ("client", "coordinator", "faults", "http", "launch", "transport")
 )

@@ -186,9 +186,8 @@ def test_without_reconnect_the_error_comes_within_a_second() -> None:
 
 @pytest.mark.parametrize("end", ["put away", "cause left behind", "owner gone"])
 def test_a_local_server_that_cannot_come_back_is_given_up_at_once(
-    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    end: str, no_servers: Path
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     owner = subprocess.Popen(["sleep", "100"])
     folder = RunFolder.for_owner(ProcessId.of(owner.pid)).create()
     server = FakeServer(step_s=STEP_S)
@@ -223,9 +222,8 @@ def test_a_local_server_that_cannot_come_back_is_given_up_at_once(
 
 
 @pytest.fixture
-def recovering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def recovering(no_servers: Path) -> Iterator[str]:
     """The address of a server of this machine whose coordinator was killed a moment ago."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     owner = subprocess.Popen(["sleep", "100"])
     dead = subprocess.Popen(["sleep", "100"])
     folder = RunFolder.for_owner(ProcessId.of(owner.pid)).create()
