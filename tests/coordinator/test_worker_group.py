@@ -194,6 +194,7 @@ def test_a_keeper_that_never_comes_is_named(make):
 
 def test_a_worker_that_cannot_be_killed_does_not_hold_the_server(make, monkeypatch):
     monkeypatch.setattr(worker_group, "KILL_DEADLINE_S", 0.2)
+    monkeypatch.setattr(worker_group, "STUCK_S", 0.4)
     under = make()
     under.start()
     killed: set[int] = set()

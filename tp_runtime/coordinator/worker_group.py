@@ -39,7 +39,10 @@ __all__ = ["CacheAgreement", "Doors", "GroupEvents", "GroupState", "WorkerGroup"
 logger = logging.getLogger(__name__)
 
 KILL_DEADLINE_S = 5.0
-"""A killed process that has not been reaped by then is stuck in the kernel; nothing helps it."""
+"""A worker that was killed and has not been reaped by then has a keeper that does not work."""
+STUCK_S = 30.0
+"""A killed process that has not ended by then is stuck in the kernel; nothing helps it. On a
+machine that is busy with something more important, dying takes seconds."""
 
 
 class WorkerGroup:
@@ -276,9 +279,9 @@ class WorkerGroup:
             self._kill_all()
         elif self.state is GroupState.READY:
             self._look_for_silence()
-        elif self.state is GroupState.KILLING and KILL_DEADLINE_S <= age < 2 * KILL_DEADLINE_S:
+        elif self.state is GroupState.KILLING and KILL_DEADLINE_S <= age < STUCK_S:
             self._kill_keepers()
-        elif self.state is GroupState.KILLING and age >= 2 * KILL_DEADLINE_S:
+        elif self.state is GroupState.KILLING and age >= STUCK_S:
             self._give_up("A killed worker does not end; its process is stuck in the kernel.")
         elif self.state is GroupState.STARTING and age >= self._config.start_timeout_s:
             self.fail_hung(self.slowest_rank(), age)
