@@ -35,6 +35,9 @@ os.environ["TP_RUNTIME_HTTP"] = "0"  # servers of tests side by side would want 
 # A shell starts what it runs in the background with SIGINT ignored, and children inherit that; the
 # tests press Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before torch is imported: the tests beside this one want the other cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not HAS_GPU:
     # Read when a kernel is defined, so before any test module is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -242,6 +242,7 @@ def test_sigterm_drains_http_streams_and_leaves_nothing(server, url):
     server.assert_all_gone()
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_first_keeper_serves_http(tiny, tmp_path):
     command = (*TORCHRUN, "-m", "tp_runtime.launch.serve", tiny, *SMALL, "--http", "--port", "0")
     with program(tmp_path / "out", *command) as running:

@@ -73,6 +73,7 @@ def model(sdk) -> str:
     return sdk.models.list().data[0].id
 
 
+@pytest.mark.slow
 def test_real_weights_write_sense_within_the_schema(tmp_path):
     try:
         folder = demo_model_folder(lambda text: None)
@@ -202,6 +203,7 @@ def test_python_users_give_structured_outputs(server):
     assert text in ("north", "south")
 
 
+@pytest.mark.faults
 def test_an_answer_is_valid_though_a_worker_dies_meanwhile(server, sdk, model):
     whole = sdk.chat.completions.create(
         model=model, messages=ASK, response_format=FORMAT, temperature=0, max_tokens=300

@@ -43,7 +43,13 @@ target_delimiter: ""
 metric_list: [{{metric: acc}}]
 """
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        not any(importlib.util.find_spec(name) for name in ("lm_eval", "guidellm")),
+        reason="lm_eval and guidellm are not installed; `make third-party` installs them",
+    ),
+]
 
 
 @pytest.fixture(scope="module")

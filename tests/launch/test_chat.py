@@ -46,6 +46,7 @@ class Person:
             timeout=30,
             encoding="utf-8",
             dimensions=(40, 100),
+            use_poll=True,  # select() takes no descriptor above 1,023
         )
         self.child.expect("Ctrl-D leaves")
         self.prompt()

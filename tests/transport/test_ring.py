@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -26,12 +27,28 @@ from tp_runtime.transport.ring import (
     create_ring,
 )
 
+_made: list[RingWriter | RingReader] = []
+
 
 def make(capacity: int = 4096, readers: int = 1) -> tuple[RingWriter, list[RingReader]]:
+    """Closed after the test."""
     fd = create_ring("test-ring", capacity)
     bells = [create_doorbell() for _ in range(readers)]
-    writer = RingWriter(os.dup(fd), [os.dup(b) for b in bells])
-    return writer, [RingReader(os.dup(fd), b, i) for i, b in enumerate(bells)]
+    writer = RingWriter(fd, [os.dup(b) for b in bells])
+    ends = [RingReader(os.dup(fd), b, i) for i, b in enumerate(bells)]
+    _made.extend((writer, *ends))
+    return writer, ends
+
+
+def close_made() -> None:
+    while _made:
+        _made.pop().close()
+
+
+@pytest.fixture(autouse=True)
+def closed_rings() -> Iterator[None]:
+    yield
+    close_made()
 
 
 def test_messages_arrive_in_order_for_every_reader_across_many_wraps() -> None:
@@ -215,5 +232,4 @@ def test_a_reader_that_looks_between_any_two_steps_of_the_writer_gets_whole_mess
             writer.write(message)
         got += iter(reader.try_read, None)
         assert got == sent, f"{looks:09b}"
-        reader.close()
-        writer.close()
+        close_made()
