@@ -37,8 +37,8 @@ _LEAST_S = 0.5
 """Shortest time over which threads and steps are looked at."""
 _MEMORY_TOKENS = 400
 _SETTLED_STEPS = 4000
-"""By then the prefix cache has filled the pool several times and the allocator has found its size: a
-server grows by some 8 MB over its first 4,000 steps and by 3 MB over the next 12,000."""
+"""By then the prefix cache has filled the pool several times and the allocator has found its size:
+a server grows by some 8 MB over its first 4,000 steps and by 3 MB over the next 12,000."""
 _LONGEST = 40_960
 """Positions of the shape whose config is used."""
 _THREADS = ("engine", "output", "frontend", "tokenize")

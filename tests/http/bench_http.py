@@ -13,9 +13,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import http.client
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -50,18 +50,40 @@ async def through_client(client: AsyncClient) -> float:
     return seconds
 
 
-def through_http(connection: http.client.HTTPConnection, path: str) -> float:
+class Connection:
+    """A bare HTTP client on one connection: what is measured is the server, not a library."""
+
+    def __init__(self, url: str) -> None:
+        host, _, port = url.removeprefix("http://").partition(":")
+        self._socket = socket.create_connection((host, int(port)), timeout=30)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def stream(self, path: str, body: bytes) -> float:
+        """Seconds until the first event has come; returns when all have."""
+        head = f"POST {path} HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n"
+        request, answer = head.encode() + body, b""
+        started = time.perf_counter()
+        self._socket.sendall(request)
+        while b"data: " not in answer:
+            answer += self._more()
+        seconds = time.perf_counter() - started
+        assert answer.startswith(b"HTTP/1.1 200"), answer
+        while not answer.endswith(b"\r\n0\r\n\r\n"):
+            answer += self._more()
+        return seconds
+
+    def _more(self) -> bytes:
+        part = self._socket.recv(1 << 16)
+        assert part, "the server has closed the connection"
+        return part
+
+
+def through_http(connection: Connection, path: str) -> float:
     prompt: dict[str, object] = {"prompt": "Hello"}
     if "chat" in path:
         prompt = {"messages": [{"role": "user", "content": "Hello"}]}
     body = json.dumps({**prompt, "max_tokens": TOKENS, "stream": True})
-    started = time.perf_counter()
-    connection.request("POST", path, body)
-    answer = connection.getresponse()
-    answer.readline()
-    seconds = time.perf_counter() - started
-    answer.read()
-    return seconds
+    return connection.stream(path, body.encode())
 
 
 def cpu_seconds(pid: int) -> float:
@@ -72,7 +94,7 @@ def cpu_seconds(pid: int) -> float:
 
 async def measure(address: str, url: str, rounds: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {"client": [], "completions": [], "chat": []}
-    connection = http.client.HTTPConnection(url.removeprefix("http://"))
+    connection = Connection(url)
     async with AsyncClient(address) as client:
         for _ in range(rounds):
             times["client"].append(await through_client(client))
