@@ -59,6 +59,18 @@ def own_runtime_folder() -> Iterator[None]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """SmolLM2-135M-Instruct, made once in the cache folder; skips where it cannot be had."""
+    from tp_runtime.errors import TPRuntimeError
+    from tp_runtime.launch.demo_model import demo_model_folder
+
+    try:
+        return demo_model_folder(lambda text: None)
+    except (TPRuntimeError, OSError) as error:
+        pytest.skip(f"the demo's model cannot be had here: {error}")
+
+
 @pytest.fixture
 def no_servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A runtime folder of this test alone, so that no other test's servers are found."""

@@ -6,19 +6,26 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import click
 import msgspec
 
 from tp_runtime.async_client import AsyncClient
+from tp_runtime.errors import ConfigError
 from tp_runtime.launch.bench.null_server import NullServer
 from tp_runtime.launch.bench.report import percentile, print_json, print_table
 from tp_runtime.launch.bench.target import open_target, target_options
 from tp_runtime.local_server import LocalServer
 from tp_runtime.sampling_params import SamplingParams
 
+_START_S = 120.0
+_LOOK_S = 0.05
+_TOO_FEW = (
+    "The rows of --background do not all run at the same time; give fewer, or more with "
+    "--max-num-seqs, --num-kv-blocks and --max-model-len."
+)
 _QUEUE_BOUNDS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 5000)
 
 
@@ -132,26 +139,38 @@ async def _measure(
 
 @contextlib.asynccontextmanager
 async def _background(client: AsyncClient, load: Load, longest: int) -> AsyncIterator[None]:
-    """Rows in steady decode: they have their first tokens when this is entered."""
+    """Rows in steady decode, all of them running when this is entered. Nobody reads along: that
+    would measure the reader. Raises ConfigError when they do not all run at the same time."""
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=longest - load.input_len)
-    streams = [
-        client.generate(load.prompt(-1 - i), params, stream=True, detokenize=False)
+    rows = [
+        asyncio.ensure_future(client.generate(load.prompt(-1 - i), params, detokenize=False))
         for i in range(load.background)
     ]
-    for stream in streams:
-        await anext(stream)
-    drains = [asyncio.create_task(_drain(stream)) for stream in streams]
     try:
+        await _all_decode(client, rows)
         yield
     finally:
-        for task in drains:
-            task.cancel()
-        await asyncio.gather(*drains, return_exceptions=True)
+        for row in rows:
+            row.cancel()
+        await asyncio.gather(*rows, return_exceptions=True)
 
 
-async def _drain(stream: Any) -> None:
-    async for _ in stream:
-        pass
+async def _all_decode(client: AsyncClient, rows: Sequence[asyncio.Future[Any]]) -> None:
+    deadline = time.monotonic() + _START_S
+    steps = -1.0
+    while rows:
+        stats = (await client.info()).stats  # empty at the very beginning
+        full = stats.get("running", 0.0) >= len(rows) and not stats["waiting"]
+        if full and 0 <= steps < stats["steps"]:
+            return
+        steps = stats["steps"] if full else -1.0
+        for row in rows:
+            if row.done():
+                row.result()  # why it could not run
+                raise ConfigError(_TOO_FEW)
+        if time.monotonic() > deadline:
+            raise ConfigError(_TOO_FEW)
+        await asyncio.sleep(_LOOK_S)
 
 
 async def _closed_loop(client: AsyncClient, load: Load) -> list[Served]:

@@ -9,8 +9,6 @@ meets it.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import os
 import signal
 import socket
@@ -19,8 +17,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+from tests.change_on_import import change_on_import
 
 VARIABLE = "TP_RUNTIME_TEST_FAULTS"
 GARBAGE = b"\xc1 no message"
@@ -146,25 +145,5 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 }
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Lets the others find these modules and changes them once they are loaded."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        change = CHANGES.pop(name, None)
-        if change is None:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is None or spec.loader is None:
-            return None
-        load = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            load(module)
-            change(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
 if VARIABLE in os.environ:
-    sys.meta_path.insert(0, _Finder())
+    change_on_import(CHANGES)

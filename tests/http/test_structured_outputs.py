@@ -24,8 +24,6 @@ import pytest
 from tests.launch.processes import TP_RUNTIME, Program, program
 from tests.tiny_models import make_tiny
 from tp_runtime import Client
-from tp_runtime.errors import TPRuntimeError
-from tp_runtime.launch.demo_model import demo_model_folder
 
 CITY = {
     "type": "object",
@@ -74,12 +72,8 @@ def model(sdk) -> str:
 
 
 @pytest.mark.slow
-def test_real_weights_write_sense_within_the_schema(tmp_path):
-    try:
-        folder = demo_model_folder(lambda text: None)
-    except (TPRuntimeError, OSError) as error:
-        pytest.skip(f"the demo's model cannot be had here: {error}")
-    with served(folder, tmp_path) as running:
+def test_real_weights_write_sense_within_the_schema(demo_model, tmp_path):
+    with served(demo_model, tmp_path) as running:
         url = f"{running.folders()[0].read_http()}/v1"
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
             answer = client.chat.completions.create(

@@ -20,8 +20,6 @@ import pytest
 
 from tests.launch.processes import TP_RUNTIME, program
 from tests.tiny_models import write_json
-from tp_runtime.errors import TPRuntimeError
-from tp_runtime.launch.demo_model import demo_model_folder
 
 SERVED = "demo"
 QUESTIONS = [
@@ -53,18 +51,10 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def folder() -> Path:
-    try:
-        return demo_model_folder(lambda text: None)
-    except (TPRuntimeError, OSError) as error:
-        pytest.skip(f"the demo's model cannot be had here: {error}")
-
-
-@pytest.fixture(scope="module")
-def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     flags = ("--device", "cpu", "--dtype", "float32", "--max-model-len", "512")
     flags += ("--num-kv-blocks", "512", "--served-model-name", SERVED, "--http", "--port", "0")
-    command = (*TP_RUNTIME, "serve", str(folder), "-tp", "2", *flags)
+    command = (*TP_RUNTIME, "serve", str(demo_model), "-tp", "2", *flags)
     with program(tmp_path_factory.mktemp("server") / "out", *command) as running:
         running.wait_ready(180)
         yield running.folders()[0].read_http()
@@ -95,7 +85,7 @@ def likelihoods(kind: str, arguments: str, tasks: Path) -> list[list[float]]:
 
 
 def test_lm_eval_gets_the_log_likelihoods_of_transformers(
-    url: str, folder: Path, tmp_path: Path
+    url: str, demo_model: Path, tmp_path: Path
 ) -> None:
     needs("lm_eval")
     data = tmp_path / "questions.jsonl"
@@ -108,17 +98,17 @@ def test_lm_eval_gets_the_log_likelihoods_of_transformers(
     (tmp_path / "small_facts.yaml").write_text(TASK.format(data=json.dumps(str(data))))
     through_api = likelihoods(
         "local-completions",
-        f"model={SERVED},base_url={url}/v1/completions,tokenizer={folder},num_concurrent=4",
+        f"model={SERVED},base_url={url}/v1/completions,tokenizer={demo_model},num_concurrent=4",
         tmp_path,
     )
-    wanted = likelihoods("hf", f"pretrained={folder},dtype=float32,device=cpu", tmp_path)
+    wanted = likelihoods("hf", f"pretrained={demo_model},dtype=float32,device=cpu", tmp_path)
     assert [len(choices) for choices in wanted] == [len(q[1]) for q in QUESTIONS]
     for ours, theirs in zip(through_api, wanted, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-3)
 
 
 def test_guidellm_puts_a_load_on_the_server_without_an_error(
-    url: str, folder: Path, tmp_path: Path
+    url: str, demo_model: Path, tmp_path: Path
 ) -> None:
     needs("guidellm")
     scenario = {
@@ -127,7 +117,7 @@ def test_guidellm_puts_a_load_on_the_server_without_an_error(
             "profile": {"kind": "concurrent", "streams": [4]},
             "constraints": [{"kind": "max_requests", "count": 12}],
             "data": [{"kind": "synthetic_text", "prompt_tokens": 24, "output_tokens": 8}],
-            "tokenizer": {"kind": "huggingface_auto", "model": str(folder)},
+            "tokenizer": {"kind": "huggingface_auto", "model": str(demo_model)},
             "outputs": [{"kind": "json", "path": str(tmp_path / "report.json")}],
         }
     }

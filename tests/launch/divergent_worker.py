@@ -6,14 +6,11 @@ module that holds the batch state to be imported, and no shipped code knows of i
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import sys
-from types import ModuleType
 from typing import Any
 
+from tests.change_on_import import change_on_import
+
 BAD_RANK, BAD_ROW = 1, 1
-_RUNNER = "tp_runtime.workers.runner"
 
 
 def _plant(runner: Any) -> None:
@@ -29,24 +26,4 @@ def _plant(runner: Any) -> None:
     runner.Runner.step = step
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Lets the others find the module and changes it once it is loaded."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != _RUNNER:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is None or spec.loader is None:
-            return None
-        load = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            load(module)
-            _plant(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-sys.meta_path.insert(0, _Finder())
+change_on_import({"tp_runtime.workers.runner": _plant})

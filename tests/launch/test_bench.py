@@ -11,7 +11,7 @@ import pytest
 
 from tp_runtime.errors import RequestFailedError
 from tp_runtime.launch import cli
-from tp_runtime.launch.bench import throughput
+from tp_runtime.launch.bench import serve, throughput
 from tp_runtime.launch.bench.reference_check import compare
 from tp_runtime.launch.bench.report import percentile
 from tp_runtime.launch.bench.shapes import SHAPES, shape_folder
@@ -123,6 +123,13 @@ def test_serve_measures_arrivals_beside_rows_that_decode(capfd):
         assert set(record["results"]["ttft_ms"]) == {"p50", "p95", "p99"}
         waits = text.partition("Wait in the queue\n")[2].splitlines()[:-1]
         assert sum(int(line.partition("ms")[2].split()[0]) for line in waits) == 6
+
+
+def test_serve_says_when_its_background_cannot_run_at_once(capfd, monkeypatch):
+    monkeypatch.setattr(serve, "_START_S", 1.0)
+    flags = ("--null-workers", "--device", "cpu", "--background", "3", "--max-num-seqs", "2")
+    assert cli.run(["bench", "serve", *flags, "--num-requests", "1"]) == 2
+    assert "--max-num-seqs" in capfd.readouterr().err
 
 
 def test_coordinator_reports_every_case_memory_and_profile(capfd):

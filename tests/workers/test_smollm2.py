@@ -13,8 +13,6 @@ import torch
 
 from tests.workers.model_harness import PagedModel, best_ids, load_model
 from tests.workers.parity import Pools
-from tp_runtime.errors import TPRuntimeError
-from tp_runtime.launch.demo_model import demo_model_folder
 from tp_runtime.ops.group import TPGroup
 
 PROMPTS = (
@@ -24,14 +22,6 @@ PROMPTS = (
 )
 NEW_TOKENS = 20
 MAX_LEN = 64
-
-
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    try:
-        return demo_model_folder(lambda text: None)
-    except (TPRuntimeError, OSError) as error:
-        pytest.skip(f"the demo's model cannot be had here: {error}")
 
 
 @torch.inference_mode()
@@ -52,28 +42,30 @@ def _continuations(group: TPGroup, folder: str, prompts: list[list[int]]) -> lis
 
 
 @pytest.fixture(scope="module")
-def prompt_ids(folder: Path) -> list[list[int]]:
+def prompt_ids(demo_model: Path) -> list[list[int]]:
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(demo_model / "tokenizer.json"))
     return [tokenizer.encode(prompt).ids for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path, prompt_ids: list[list[int]]) -> list[list[int]]:
+def alone(demo_model: Path, prompt_ids: list[list[int]]) -> list[list[int]]:
     """What one rank generates."""
-    return _continuations(TPGroup.single(), str(folder), prompt_ids)
+    return _continuations(TPGroup.single(), str(demo_model), prompt_ids)
 
 
 @torch.inference_mode()
 def test_one_rank_generates_what_transformers_does(
-    folder: Path, prompt_ids: list[list[int]], alone: list[list[int]]
+    demo_model: Path, prompt_ids: list[list[int]], alone: list[list[int]]
 ) -> None:
     """One forward over prompt and continuation: each id is the best one after those before it."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        demo_model, dtype=torch.float32
+    ).eval()
     for prompt, continuation in zip(prompt_ids, alone, strict=True):
         logits = model(torch.tensor([prompt + continuation])).logits[0, len(prompt) - 1 : -1]
         assert logits.argmax(dim=-1).tolist() == continuation
@@ -82,10 +74,10 @@ def test_one_rank_generates_what_transformers_does(
 @pytest.mark.parametrize("size", [2, 3])
 def test_more_ranks_generate_the_same(
     size: int,
-    folder: Path,
+    demo_model: Path,
     prompt_ids: list[list[int]],
     alone: list[list[int]],
     gloo_pool: Pools,
 ) -> None:
-    results = gloo_pool(size).run(_continuations, str(folder), prompt_ids, timeout=150)
+    results = gloo_pool(size).run(_continuations, str(demo_model), prompt_ids, timeout=150)
     assert results == [alone] * size

@@ -240,50 +240,40 @@ class TextThreads:
 
     def _take_step(self, updates: list[SequenceUpdate]) -> None:
         """One step of all rows: what is one more token and nothing else is packed at once."""
-        rest: list[SequenceUpdate] = []
+        rest = []
         for update in updates:
-            if update.finish_reason is None and update.logprobs is None:
-                known = self._samples.get(update.seq)
-                if known is None:
-                    continue  # cancelled, or past a stop string
-                text, request = known
-                try:
-                    delta = text.next_delta(pack_id(update.token_id))
-                except Exception as error:
-                    self._fail_text(request, error)
-                    continue
-                if delta is not None:
-                    self._deltas.setdefault(request.key.client, []).append(delta)
-                    continue
-            rest.append(update)
+            plain = update.finish_reason is None and update.logprobs is None
+            if not plain or not self._pack(update.seq, pack_id(update.token_id)):
+                rest.append(update)
         self._take_updates(rest)
 
     def _take_steady(self, steps: list[SteadyTokens]) -> None:
         """Steps of the same rows: all new tokens of a row are packed at once."""
-        samples, deltas = self._samples, self._deltas
         columns = steps[0].columns
         if len(steps) > 1:
             columns = [b"".join(parts) for parts in zip(*(s.columns for s in steps), strict=True)]
         rest: list[SequenceUpdate] = []
-        client, mine = b"", []
         for seq, column in zip(steps[0].rows, columns, strict=True):
-            known = samples.get(seq)
-            if known is None:
-                continue  # cancelled, or past a stop string
-            text, request = known
-            try:
-                delta = text.next_delta(column)
-            except Exception as error:
-                self._fail_text(request, error)
-                continue
-            if delta is None:
+            if not self._pack(seq, column):
                 rest += [SequenceUpdate(seq, token_id) for token_id in unpack_ids(column)]
-                continue
-            if request.key.client != client:
-                client = request.key.client
-                mine = deltas.setdefault(client, [])
-            mine.append(delta)
         self._take_updates(rest)
+
+    def _pack(self, seq: Sequence, token_ids: bytes) -> bool:
+        """Puts further tokens of `seq` (packed) among the deltas of its client; False when more has
+        to be looked at than the tokens."""
+        known = self._samples.get(seq)
+        if known is None:
+            return True  # cancelled, or past a stop string
+        text, request = known
+        try:
+            delta = text.next_delta(token_ids)
+        except Exception as error:
+            self._fail_text(request, error)
+            return True
+        if delta is None:
+            return False
+        self._deltas.setdefault(request.key.client, []).append(delta)
+        return True
 
     def _take_updates(self, updates: list[SequenceUpdate]) -> None:
         for update in updates:
