@@ -39,7 +39,7 @@ class Answer:
 @click.option("--model", default="", help="A folder or hub name instead of SmolLM2-135M-Instruct.")
 @click.option("--question", default=QUESTION, show_default=True, help="What to ask.")
 @click.option("-tp", "--tensor-parallel-size", "ranks", default=2, show_default=True)
-@click.option("--max-tokens", default=24, show_default=True, help="Most tokens of the answer.")
+@click.option("--max-tokens", default=16, show_default=True, help="Most tokens of the answer.")
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto")
 @click.option(
     "--dtype",
