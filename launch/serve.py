@@ -119,7 +119,7 @@ class RankProcess:
         if self._web is not None:
             self._web.start(self._folder)
         if worker_main is None:
-            worker_main = self._import_worker()
+            worker_main = self._import_worker(config.device)
         if self._place.several_hosts and self._place.local_rank == 0:
             self._exchange = DoorExchange(self._folder, self._place, shared.start_timeout_s)
         connection = connect_to_coordinator(
@@ -174,9 +174,9 @@ class RankProcess:
         if self._web is not None:
             self._web.forget()
 
-    def _import_worker(self) -> WorkerMain:
+    def _import_worker(self, device: str) -> WorkerMain:
         try:
-            return load_worker_main()
+            return load_worker_main(device)
         except Exception as error:
             raise WorkerFailedError(
                 f"Rank {self._place.rank} could not import the worker "

@@ -8,6 +8,7 @@ Ctrl-C and SIGTERM to it, and leaves the process only through `os._exit`.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -26,10 +27,14 @@ WorkerMain = Callable[[EngineConfig, RankPlace, int, list[int]], None]
 """Runs a worker: config, place, generation, the six descriptors. Need not return."""
 
 
-def load_worker_main() -> WorkerMain:
-    """Import torch and the worker, and return what to call in the child."""
+def load_worker_main(device: str) -> WorkerMain:
+    """Import torch and the worker, and return what to call in the child. `device`: as in
+    EngineConfig."""
     from tp_runtime.transport.worker_fds import WorkerDescriptors
     from tp_runtime.workers.worker import run_worker
+
+    if device != "cpu":
+        _import_for_gpus()
 
     def worker_main(
         config: EngineConfig, place: RankPlace, generation: int, fds: list[int]
@@ -44,6 +49,18 @@ def load_worker_main() -> WorkerMain:
         )
 
     return worker_main
+
+
+def _import_for_gpus() -> None:
+    """What a worker on a GPU would import at its first steps, 2 to 3 s each time it is forked.
+    FlashAttention's operators load torch._dynamo when they are first called."""
+    import torch
+
+    if torch.cuda.device_count() == 0:
+        return
+    for name in ("torch._dynamo", "triton", "flash_attn_interface", "flash_attn"):
+        with contextlib.suppress(ImportError, OSError):  # the worker says what it misses
+            importlib.import_module(name)
 
 
 def fork_hazard() -> str | None:

@@ -417,6 +417,8 @@ class WorkerReady(Struct, tag="ready"):
     rank: int
     graph_sizes: list[int] = msgspec.field(default_factory=list)
     """Padded decode sizes the worker can replay; empty: eager."""
+    start_s: dict[str, float] = msgspec.field(default_factory=dict)
+    """Seconds since its fork, by what it did."""
 
 
 class WorkerProgress(Struct, tag="progress"):

@@ -29,6 +29,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from pathlib import Path
 from typing import TypeVar
 
@@ -73,6 +74,12 @@ def process_start_time(pid: int) -> int:
     if fields[0] in "ZX":
         raise ProcessLookupError(f"Process {pid} has ended.")
     return int(fields[19])
+
+
+def process_birth() -> float:
+    """When this process began, on the clock of `time.monotonic()`."""
+    ticks = process_start_time(os.getpid()) / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks)
 
 
 def is_stopped(pid: int) -> bool:

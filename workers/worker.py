@@ -51,6 +51,7 @@ from tp_runtime.workers.models.registry import build_model
 from tp_runtime.workers.runner import Runner
 from tp_runtime.workers.sampler import Sampler
 from tp_runtime.workers.sharded_sampler import ShardedSampler
+from tp_runtime.workers.start_clock import StartClock
 from tp_runtime.workers.step_trace import StepTrace
 from tp_runtime.workers.warm_up import warm_up
 
@@ -79,6 +80,7 @@ class Worker:
         self.answers = RingWriter(fds.answer_ring, [fds.answer_doorbell]) if rank == 0 else None
         self.phase = Phase.START
         self.step = 0
+        self.clock = StartClock("device")
 
     def enter(self, phase: Phase, step: int = 0) -> None:
         self.phase, self.step = phase, step
@@ -89,6 +91,7 @@ class Worker:
         self.enter(Phase.INIT)
         device = choose_device(self.config, self.local_rank)
         before = MemoryBefore.measure(device)
+        self.clock.enter("ranks meet")
         group = join_group(
             device, self.rank, self.world_size, self.generation, self.config.start_timeout_s
         )
@@ -98,7 +101,8 @@ class Worker:
         gc.collect()
         gc.freeze()  # the model's objects never die; the collector need not look at them again
         graphs = runner.graphs
-        self.status.send(WorkerReady(self.rank, [] if graphs is None else list(graphs.sizes)))
+        sizes = [] if graphs is None else list(graphs.sizes)
+        self.status.send(WorkerReady(self.rank, sizes, self.clock.stop()))
         trace = None
         if self.config.trace:
             trace = StepTrace(TraceArea.of_rank(self.heartbeat.fd, self.local_rank), device)
@@ -111,6 +115,7 @@ class Worker:
 
     def _build(self, device: torch.device, group: TPGroup, before: MemoryBefore) -> Runner:
         self.enter(Phase.LOAD)
+        self.clock.enter("model")
         started = time.monotonic()
         config, model_config = self.config, ModelConfig.from_folder(self.config.model)
         dtype = choose_dtype(config, model_config, device)
@@ -124,6 +129,7 @@ class Worker:
             device=device,
         )
         model = build_model(model_config, group, dtype, device, backend, max_model_len)
+        self.clock.enter("weights")
         if config.load_format == "dummy":
             fill_dummy(model, config.seed)
         else:
@@ -133,6 +139,7 @@ class Worker:
         geometry = KVGeometry.of(model_config, group, block_size, dtype)
         per_row = -(-max_model_len // block_size)
         self.enter(Phase.WARM_UP)
+        self.clock.enter("warm-up")
         peak = warm_up(model, geometry, config, max_model_len, device)
         self.status.send(
             WorkerLoaded(
@@ -148,12 +155,15 @@ class Worker:
                 load_s=time.monotonic() - started,
             )
         )
+        self.clock.enter("other ranks")
         allocate = self._await_allocation()
+        self.clock.enter("cache")
         state = BatchState(
             config.max_num_seqs, per_row, block_size, model_config.vocab_size, device
         )
         kv = geometry.allocate(allocate.num_blocks, device)
         sampler = self._sampler(group, model)
+        self.clock.enter("graphs")
         graphs = self._record_graphs(model, kv, state, sampler, backend)
         return Runner(model, kv, state, sampler, group, graphs)
 

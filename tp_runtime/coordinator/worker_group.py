@@ -38,6 +38,8 @@ __all__ = ["CacheAgreement", "Doors", "GroupEvents", "GroupState", "WorkerGroup"
 
 logger = logging.getLogger(__name__)
 
+_LONG_START_S = 3.0
+
 KILL_DEADLINE_S = 5.0
 """A worker that was killed and has not been reaped by then has a keeper that does not work."""
 STUCK_S = 30.0
@@ -208,7 +210,16 @@ class WorkerGroup:
             self._enter(GroupState.READY)
             self._worked = True
             self.recovery.enter(Part.PREFILL)
+            self._log_start(message)
             self._events.on_ready(agreement.with_graphs(message.graph_sizes))
+
+    @staticmethod
+    def _log_start(message: WorkerReady) -> None:
+        """Where a start that made somebody wait spent its time."""
+        seconds = sum(message.start_s.values())
+        if seconds > _LONG_START_S:
+            parts = ", ".join(f"{part} {took:.2f}" for part, took in message.start_s.items())
+            logger.warning("Rank %d started in %.1f s: %s.", message.rank, seconds, parts)
 
     # ------------------------------------------------------------ failure
 
