@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tp_runtime.ops.group import TPGroup
 from tp_runtime.ops.parameter import ShardId, empty_parameter, parameter_of
+from tp_runtime.ops.partial import Hidden, later
 from tp_runtime.ops.product import product
 from tp_runtime.ops.sharding import Shard, vocab_shard
 from tp_runtime.ops.tensor_source import TensorSource, check_shape, fill
@@ -62,7 +63,8 @@ class _VocabParallelWeight(nn.Module):
 
 
 class VocabParallelEmbedding(_VocabParallelWeight):
-    """Row lookup; each id is known to one rank, the others add zeros."""
+    """Row lookup; each id is known to one rank, the others add zeros. With `sum_later` that is left
+    to what follows."""
 
     def __init__(
         self,
@@ -72,17 +74,20 @@ class VocabParallelEmbedding(_VocabParallelWeight):
         group: TPGroup,
         dtype: torch.dtype,
         device: torch.device | str,
+        sum_later: bool = False,
     ) -> None:
         super().__init__(vocab_size, hidden_size, None, group=group, dtype=dtype, device=device)
+        self.sum_later = sum_later
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """[tokens] int64 -> [tokens, hidden], the same on every rank"""
+    def forward(self, ids: Tensor) -> Hidden:
+        """[tokens] int64 -> [tokens, hidden], the same on every rank, or with `sum_later` this
+        rank's part of it"""
         if self.group.size == 1:
             return F.embedding(ids, self.weight)
         foreign = (ids < self.shard.start) | (ids >= self.shard.stop)
         local = (ids - self.shard.start).masked_fill(foreign, 0)
         rows = F.embedding(local, self.weight).masked_fill_(foreign.unsqueeze(-1), 0)
-        return self.group.comm.all_reduce(rows)
+        return later(rows, self.group) if self.sum_later else self.group.comm.all_reduce(rows)
 
 
 class ParallelLMHead(_VocabParallelWeight):

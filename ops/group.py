@@ -21,11 +21,21 @@ class Communicator(Protocol):
 
     @property
     def name(self) -> str:
-        """ "single", "gloo" or "nccl"."""
+        """ "single", "gloo", "nccl" or "nccl + symmetric memory"."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks, in place; returns `x`. Every rank gets the same bits."""
+        """Sum over ranks, in `x` or in a new tensor. Every rank gets the same bits."""
+        ...
+
+    def fuses_norm(self, x: Tensor) -> bool:
+        """Whether `all_reduce_norm` takes `x`; the same answer on every rank."""
+        ...
+
+    def all_reduce_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """With s = sum of `x` over ranks (+ residual): (RMSNorm of s, s), as `ops.norm` has it."""
         ...
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
@@ -54,7 +64,19 @@ class Communicator(Protocol):
         ...
 
 
-class SingleCommunicator:
+class _WithoutFusion:
+    """A communicator whose sums and norms are two operations."""
+
+    def fuses_norm(self, x: Tensor) -> bool:
+        return False
+
+    def all_reduce_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("Ask fuses_norm first.")
+
+
+class SingleCommunicator(_WithoutFusion):
     """One rank: every collective is the identity."""
 
     name = "single"
@@ -85,7 +107,7 @@ _GATHERED_BYTES = 1 << 17
 """Up to so many bytes of all ranks together, gathering and adding is quicker than gloo's ring."""
 
 
-class ProcessGroupCommunicator:
+class ProcessGroupCommunicator(_WithoutFusion):
     """Collectives of torch.distributed: gloo on CPU, NCCL on CUDA.
 
     Both add a given element in one order that does not depend on the rank (each element is reduced

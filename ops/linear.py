@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tp_runtime.ops.group import TPGroup
 from tp_runtime.ops.parameter import ShardId, empty_parameter, parameter_of
+from tp_runtime.ops.partial import Hidden, later
 from tp_runtime.ops.product import product
 from tp_runtime.ops.sharding import Shard, kv_head_shard, tile_shard
 from tp_runtime.ops.tensor_source import TensorSource, check_shape, fill
@@ -172,7 +173,8 @@ class RowParallelLinear(nn.Module):
 
     The bias is held whole by every rank and added after the reduce, at one rank too: added inside
     one rank's product it would be rounded differently from one TP size to another. `input_shard`
-    is the range of the layer before (the query heads of a rank); tiles of `tile` otherwise."""
+    is the range of the layer before (the query heads of a rank); tiles of `tile` otherwise. With
+    `sum_later` the sum over ranks is left to what follows, unless there is a bias."""
 
     def __init__(
         self,
@@ -185,10 +187,12 @@ class RowParallelLinear(nn.Module):
         device: torch.device | str,
         input_shard: Shard | None = None,
         tile: int = 128,
+        sum_later: bool = False,
     ) -> None:
         super().__init__()
         self.input_size = input_size
         self.output_size = output_size
+        self.sum_later = sum_later and not bias
         if input_shard is None:
             input_shard = tile_shard(input_size, group.rank, group.size, tile)
         self.input_shard = input_shard
@@ -214,7 +218,11 @@ class RowParallelLinear(nn.Module):
             return fill(parameter.data, source, 0, Shard(0, self.output_size))
         return fill(parameter.data, source, 1, self.input_shard)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[tokens, local inputs] -> [tokens, output_size], the same on every rank"""
-        y = self.group.comm.all_reduce(product(x, self.weight))
+    def forward(self, x: Tensor) -> Hidden:
+        """[tokens, local inputs] -> [tokens, output_size], the same on every rank, or with
+        `sum_later` this rank's part of it"""
+        term = product(x, self.weight)
+        if self.sum_later:
+            return later(term, self.group)
+        y = self.group.comm.all_reduce(term)
         return y if self.bias is None else y.add_(self.bias)

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_runtime.ops.kernels.overlap import begin_early, overlaps, wait_before
+
 PIECE = 4096
 _WORDS = 4
 """Philox makes four words at a time, for four neighbouring ids."""
@@ -33,7 +35,10 @@ def _best_kernel(
     pieces,
     NOISE: tl.constexpr,
     GROUPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin_early(OVERLAP)
+    wait_before(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     column = piece * (GROUPS * 4) + tl.arange(0, GROUPS * 4)
@@ -78,6 +83,7 @@ def best_token(
             "stride 1."
         )
     pieces = triton.cdiv(columns, PIECE)
+    overlap = overlaps(logits)
     out = torch.empty((rows, pieces), dtype=torch.int64, device=logits.device)
     _best_kernel[(rows, pieces)](
         logits,
@@ -91,6 +97,8 @@ def best_token(
         pieces,
         NOISE=temperature is not None,
         GROUPS=PIECE // _WORDS,
+        OVERLAP=overlap,
+        launch_pdl=overlap,
         num_warps=8,
     )
     return out

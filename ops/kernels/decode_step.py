@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_runtime.ops.kernels.overlap import begin_early, overlaps, wait_before
+
 _ROWS = 64
 
 
@@ -30,7 +32,10 @@ def _begin_kernel(
     table_stride,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin_early(OVERLAP)
+    wait_before(OVERLAP)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     active = inside & (row < tl.load(num_rows_ptr))
@@ -57,7 +62,10 @@ def _end_kernel(
     piece_stride,
     pieces,
     PIECES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin_early(OVERLAP)
+    wait_before(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, PIECES)
     lowest = -0x7FFFFFFFFFFFFFFF
@@ -86,6 +94,7 @@ def begin_decode(
 ) -> None:
     """See `tp_runtime.ops.decode_step.begin_decode_reference`."""
     rows = ids.shape[0]
+    overlap = overlaps(ids)
     _begin_kernel[(triton.cdiv(rows, _ROWS),)](
         num_rows,
         last_id,
@@ -100,6 +109,8 @@ def begin_decode(
         block_tables.stride(0),
         BLOCK_SIZE=block_size,
         ROWS=_ROWS,
+        OVERLAP=overlap,
+        launch_pdl=overlap,
         num_warps=2,
     )
 
@@ -107,6 +118,7 @@ def begin_decode(
 def end_decode(best: Tensor, num_rows: Tensor, last_id: Tensor, ids: Tensor) -> None:
     """See `tp_runtime.ops.decode_step.end_decode_reference`."""
     rows, pieces = best.shape
+    overlap = overlaps(best)
     _end_kernel[(rows,)](
         best,
         num_rows,
@@ -116,5 +128,7 @@ def end_decode(best: Tensor, num_rows: Tensor, last_id: Tensor, ids: Tensor) -> 
         best.stride(1),
         pieces,
         PIECES=triton.next_power_of_2(pieces),
+        OVERLAP=overlap,
+        launch_pdl=overlap,
         num_warps=1,
     )

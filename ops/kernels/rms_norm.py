@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_runtime.ops.kernels.overlap import begin_early, overlaps, wait_before
+
 _ELEMENTS_PER_PROGRAM = 1024
 """Short rows (heads of 64 to 256 elements) are handled several at a time."""
 
@@ -32,7 +34,10 @@ def _rms_norm_kernel(
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin_early(OVERLAP)
+    wait_before(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < SIZE)
@@ -85,6 +90,7 @@ def _launch(
             f"with strides {list(x.stride())}."
         )
     block = triton.next_power_of_2(size)
+    overlap = overlaps(x)
     per_program = max(1, _ELEMENTS_PER_PROGRAM // block)
     _rms_norm_kernel[(triton.cdiv(rows, per_program),)](
         x,
@@ -102,5 +108,7 @@ def _launch(
         ADD=add,
         ROWS=per_program,
         BLOCK=block,
+        OVERLAP=overlap,
+        launch_pdl=overlap,
         num_warps=8 if block >= 4096 else 4,
     )

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_runtime.ops.kernels.overlap import begin_early, overlaps, wait_before
+
 SKIP = tl.constexpr(1 << 20)
 """Added to lanes whose store must not happen: past every head size."""
 
@@ -96,7 +98,10 @@ def _rotate_and_store_kernel(
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
     WHOLE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin_early(OVERLAP)
+    wait_before(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row = table_ptr + tl.load(positions_ptr + token) * (2 * HALF)
@@ -149,6 +154,7 @@ def rotate_and_store(
     if tokens == 0:
         return q_out, k_out
     half = cos_sin.shape[1] // 2
+    overlap = overlaps(q)
     q_norm, k_norm, eps = norms if norms is not None else (cos_sin, cos_sin, 0.0)
     _rotate_and_store_kernel[(tokens, q_heads + kv_heads)](
         q,
@@ -176,6 +182,8 @@ def rotate_and_store(
         BLOCK=triton.next_power_of_2(half),
         REST=triton.next_power_of_2(max(1, size - 2 * half)),
         WHOLE=triton.next_power_of_2(size),
+        OVERLAP=overlap,
+        launch_pdl=overlap,
         num_warps=1,
         enable_fp_fusion=False,  # products are rounded before they are added
     )

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_runtime.ops.kernels.overlap import begin_early, overlaps, wait_before
+
 
 class RowConfig(NamedTuple):
     """Rows of W per program, columns per turn, warps."""
@@ -64,9 +66,21 @@ def _row_linear_kernel(
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin_early(OVERLAP)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_inside = row < outputs
+    base = weight_ptr + row.to(tl.int64)[:, None] * weight_stride
+    second = base + outputs.to(tl.int64) * weight_stride
+    # The first weights are under way while the kernel before ends.
+    column = tl.arange(0, COLUMNS)
+    inside = row_inside[:, None] & (column < K)[None, :]
+    first_w = tl.load(base + column[None, :], mask=inside, other=0.0)
+    first_w2 = first_w
+    if SILU:
+        first_w2 = tl.load(second + column[None, :], mask=inside, other=0.0)
+    wait_before(OVERLAP)
     scale = 1.0
     if NORM:
         whole = tl.arange(0, K_BLOCK)
@@ -75,16 +89,17 @@ def _row_linear_kernel(
         if ADD:  # noqa: SIM102 (a constant of the kernel and a value of the program)
             if tl.program_id(0) == 0:
                 tl.store(sum_ptr + whole, x.to(sum_ptr.dtype.element_ty), mask=whole < K)
-    base = weight_ptr + row.to(tl.int64)[:, None] * weight_stride
-    second = base + outputs.to(tl.int64) * weight_stride
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     total2 = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in tl.static_range(0, K, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         inside = row_inside[:, None] & (column < K)[None, :]
-        w = tl.load(base + column[None, :], mask=inside, other=0.0)
-        if SILU:
-            w2 = tl.load(second + column[None, :], mask=inside, other=0.0)
+        w = first_w
+        w2 = first_w2
+        if start > 0:
+            w = tl.load(base + column[None, :], mask=inside, other=0.0)
+            if SILU:
+                w2 = tl.load(second + column[None, :], mask=inside, other=0.0)
         x = _normed(x_ptr, residual_ptr, norm_ptr, column, column < K, scale, ADD, NORM)[None, :]
         total += w.to(tl.float32) * x
         if SILU:
@@ -143,6 +158,7 @@ def row_linear(
     y = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
     summed = x if residual is None else torch.empty_like(x)
     chosen = config or default_config(outputs, inputs, norm is not None, silu)
+    overlap = overlaps(x)
     _row_linear_kernel[(triton.cdiv(outputs, chosen.rows),)](
         x,
         residual if residual is not None else x,
@@ -162,6 +178,8 @@ def row_linear(
         BIAS=bias is not None,
         ROWS=chosen.rows,
         COLUMNS=chosen.columns,
+        OVERLAP=overlap,
+        launch_pdl=overlap,
         num_warps=chosen.warps,
     )
     return y, summed

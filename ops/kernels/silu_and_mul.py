@@ -10,11 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_runtime.ops.kernels.overlap import begin_early, overlaps, wait_before
+
 _BLOCK = 1024
 
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, y_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(
+    x_ptr, y_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    begin_early(OVERLAP)
+    wait_before(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
@@ -37,8 +43,9 @@ def silu_and_mul(x: Tensor) -> Tensor:
     size = width // 2
     y = torch.empty((tokens, size), dtype=x.dtype, device=x.device)
     if y.numel():
+        overlap = overlaps(x)
         block = min(_BLOCK, triton.next_power_of_2(size))
         _silu_and_mul_kernel[(tokens, triton.cdiv(size, block))](
-            x, y, x.stride(0), SIZE=size, BLOCK=block
+            x, y, x.stride(0), SIZE=size, BLOCK=block, OVERLAP=overlap, launch_pdl=overlap
         )
     return y

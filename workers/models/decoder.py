@@ -26,7 +26,8 @@ from tp_runtime.ops.embedding import ParallelLMHead, VocabParallelEmbedding
 from tp_runtime.ops.group import TPGroup
 from tp_runtime.ops.linear import MergedColumnParallelLinear, RowParallelLinear
 from tp_runtime.ops.norm import RMSNorm
-from tp_runtime.ops.normed_linear import normed_gate_up
+from tp_runtime.ops.normed_linear import add_norm, normed_gate_up
+from tp_runtime.ops.partial import Hidden
 from tp_runtime.ops.rotary import RotaryEmbedding
 
 
@@ -61,9 +62,11 @@ class GatedMLP(nn.Module):
             hidden, [inter, inter], bias=config.mlp_bias, **place.sharded
         )
         self.act = SiluAndMul()
-        self.down_proj = RowParallelLinear(inter, hidden, bias=config.mlp_bias, **place.sharded)
+        self.down_proj = RowParallelLinear(
+            inter, hidden, bias=config.mlp_bias, sum_later=True, **place.sharded
+        )
 
-    def forward(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Hidden, residual: Tensor, norm: RMSNorm) -> tuple[Hidden, Tensor]:
         """MLP of norm(x + residual), and that sum; all [tokens, hidden]."""
         gated, residual = normed_gate_up(x, residual, norm, self.gate_up_proj, self.act)
         return self.down_proj(gated), residual
@@ -92,17 +95,17 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         positions: Tensor,
-        hidden: Tensor,
+        hidden: Hidden,
         residual: Tensor | None,
         kv: LayerKV,
         meta: AttentionMetadata,
-    ) -> tuple[Tensor, Tensor]:
-        """`hidden` [tokens, hidden] has yet to be added to `residual` (None: the first layer, whose
-        input is the residual); the same holds for the pair returned."""
+    ) -> tuple[Hidden, Tensor]:
+        """`hidden` [tokens, hidden] has yet to be added up over the ranks and to `residual` (None:
+        the first layer, whose input is the residual); the same holds for the pair returned."""
         hidden, residual = self.self_attn(
             positions, hidden, residual, self.input_layernorm, kv, meta
         )
-        out: tuple[Tensor, Tensor] = self.mlp(hidden, residual, self.post_attention_layernorm)
+        out: tuple[Hidden, Tensor] = self.mlp(hidden, residual, self.post_attention_layernorm)
         return out
 
 
@@ -114,27 +117,29 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, place: Placement) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, **place.sharded
+            config.vocab_size, config.hidden_size, sum_later=True, **place.sharded
         )
         self.layers = nn.ModuleList(
             self.layer(config, index, rotary, place) for index in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **place.replicated)
 
-    def embed(self, input_ids: Tensor) -> Tensor:
+    def embed(self, input_ids: Tensor) -> Hidden:
         """[tokens] -> [tokens, hidden]"""
-        out: Tensor = self.embed_tokens(input_ids)
+        out: Hidden = self.embed_tokens(input_ids)
         return out
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, kv: list[LayerKV], meta: AttentionMetadata
     ) -> Tensor:
         """[tokens] int64 twice -> [tokens, hidden]"""
+        hidden: Hidden
+        residual: Tensor | None
         hidden, residual = self.embed(input_ids), None
         for layer, layer_kv in zip(self.layers, kv, strict=True):
             hidden, residual = layer(positions, hidden, residual, layer_kv, meta)
-        hidden, _ = self.norm(hidden, residual)
-        return hidden
+        normed, _ = add_norm(hidden, residual, self.norm)
+        return normed
 
 
 class CausalLM(nn.Module):

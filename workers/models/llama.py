@@ -10,6 +10,7 @@ from tp_runtime.ops.attention.metadata import AttentionMetadata, LayerKV
 from tp_runtime.ops.linear import QKVParallelLinear, RowParallelLinear
 from tp_runtime.ops.norm import RMSNorm
 from tp_runtime.ops.normed_linear import normed_linear
+from tp_runtime.ops.partial import Hidden
 from tp_runtime.ops.rotary import RotaryEmbedding
 from tp_runtime.ops.rotate_and_store import rotate_and_store
 from tp_runtime.workers.models.decoder import CausalLM, Decoder, DecoderLayer, Placement
@@ -48,18 +49,19 @@ class LlamaAttention(nn.Module):
             config.hidden_size,
             bias=config.attention_out_bias,
             input_shard=self.qkv_proj.heads.q.scaled(head_dim),
+            sum_later=True,
             **place.sharded,
         )
 
     def forward(
         self,
         positions: Tensor,
-        x: Tensor,
+        x: Hidden,
         residual: Tensor | None,
         norm: RMSNorm,
         kv: LayerKV,
         meta: AttentionMetadata,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Hidden, Tensor]:
         """Attention of norm(x + residual), and that sum; positions [tokens], the rest
         [tokens, hidden]."""
         qkv, residual = normed_linear(x, residual, norm, self.qkv_proj)

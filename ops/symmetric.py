@@ -1,0 +1,161 @@
+"""Memory that all GPUs of a host can write, and the communicator that uses it for small tensors.
+
+The only file that touches torch's symmetric memory, whose interface is not stable
+(`tests/gpu/test_symmetric.py` runs with the version at hand).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tp_runtime.ops.group import Communicator, TPGroup
+
+_MAX_ROWS = 256
+"""Rows of one exchange. Beyond, NCCL's ring moves less: an exchange sends every word twice as wide
+to every rank."""
+_MAX_SENT_BYTES = 4 << 20
+"""What one rank may send to each other in one exchange."""
+_GATHERED_WORDS = 2048
+_SELF_TEST_LOOKS = 200_000
+"""Each takes at least half a microsecond: a self-test fails after a few tenths of a second."""
+
+
+class SymmetricCommunicator:
+    """`inner` for large tensors; one-shot exchanges for rows of `hidden` elements of `dtype`, few
+    enough, and for gathering a few bytes. See `ops.kernels.one_shot`."""
+
+    def __init__(
+        self, inner: Communicator, rank: int, size: int, hidden: int, dtype: torch.dtype
+    ) -> None:
+        from tp_runtime.ops.kernels import one_shot  # triton: CUDA only
+
+        self.name = f"{inner.name} + symmetric memory"
+        self._inner = inner
+        self._kernels = one_shot
+        self._hidden, self._dtype = hidden, dtype
+        words = one_shot.words_of(hidden, dtype)
+        self.max_rows = max(1, min(_MAX_ROWS, _MAX_SENT_BYTES // (8 * words)))
+        self._memory: list[object] = []
+        self._rows = self._inboxes(rank, size, self.max_rows, words)
+        self._small = self._inboxes(rank, size, 1, _GATHERED_WORDS)
+
+    def _inboxes(self, rank: int, size: int, rows: int, words: int):  # type: ignore[no-untyped-def]
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        shape = (self._kernels.SETS, size, rows, words)
+        memory = symmetric_memory.empty(shape, dtype=torch.int64, device=device)
+        handle = symmetric_memory.rendezvous(memory, dist.group.WORLD)
+        self._memory += [memory, handle]
+        memory.zero_()
+        return self._kernels.Inboxes(
+            rank,
+            size,
+            rows,
+            words,
+            torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device),
+            torch.zeros(rows, dtype=torch.int32, device=device),
+        )
+
+    # ------------------------------------------------------------ Communicator
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if not self.fuses_norm(x):
+            return self._inner.all_reduce(x)
+        return self._kernels.one_shot_all_reduce(x, self._rows)[0]
+
+    def fuses_norm(self, x: Tensor) -> bool:
+        return (
+            x.dim() == 2
+            and x.shape[0] <= self.max_rows
+            and x.shape[1] == self._hidden
+            and x.dtype == self._dtype
+            and x.is_cuda
+            and x.is_contiguous()
+        )
+
+    def all_reduce_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._kernels.one_shot_all_reduce(
+            x, self._rows, norm=weight, eps=eps, residual=residual
+        )
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        small = x.nbytes <= 4 * _GATHERED_WORDS and x.nbytes % 4 == 0
+        if not (small and x.is_cuda and x.is_contiguous()):
+            return self._inner.all_gather(x)
+        return list(self._kernels.one_shot_all_gather(x, self._small).unbind(0))
+
+    def gather(self, x: Tensor, dst: int = 0) -> list[Tensor] | None:
+        return self._inner.gather(x, dst)
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+        return self._inner.broadcast(x, src)
+
+    def all_to_all(self, out: Tensor, x: Tensor) -> Tensor:
+        return self._inner.all_to_all(out, x)
+
+    def barrier(self) -> None:
+        self._inner.barrier()
+
+    def close(self) -> None:
+        self._memory.clear()
+        self._inner.close()
+
+    # ------------------------------------------------------------ self-test
+
+    def self_test(self, rank: int, size: int) -> str:
+        """Exchanges numbers that every rank knows; "" or what is wrong. Never waits for long."""
+        from dataclasses import replace
+
+        rows = replace(self._rows, patience=_SELF_TEST_LOOKS)
+        small = replace(self._small, patience=_SELF_TEST_LOOKS)
+        device = self._rows.turns.device
+        count = self.max_rows
+        grid = torch.arange(count * self._hidden, device=device).view(count, self._hidden) % 13
+        for _ in range(3):
+            term = (grid + rank).to(self._dtype)
+            want = (size * grid + size * (size - 1) // 2).to(self._dtype)
+            got = self._kernels.one_shot_all_reduce(term, rows)[0]
+            if not torch.equal(got, want):
+                return "a sum over it is wrong"
+        ids = torch.arange(100, device=device) + 1000 * rank
+        got = self._kernels.one_shot_all_gather(ids, small)
+        if got.tolist() != [[1000 * r + i for i in range(100)] for r in range(size)]:
+            return "what is gathered over it is wrong"
+        return ""
+
+
+def with_symmetric_memory(
+    group: TPGroup, hidden: int, dtype: torch.dtype, device: torch.device
+) -> tuple[TPGroup, str]:
+    """Collective, for ranks of one host on CUDA. The group with one-shot exchanges, or the group as
+    it is with the reason why; every rank gets the same. `hidden`: elements of the rows that layers
+    add up, of `dtype`."""
+    peers = [index for index in range(group.size) if index != group.rank]
+    reason = ""
+    if torch.cuda.device_count() < group.size:
+        reason = "not all GPUs of the ranks are visible to each"
+    elif not all(torch.cuda.can_device_access_peer(group.rank, peer) for peer in peers):
+        reason = "the GPUs cannot write each other's memory"
+    if not _all_agree(group, not reason, device):
+        return group, reason or "another rank cannot use it"
+    comm = None
+    try:
+        comm = SymmetricCommunicator(group.comm, group.rank, group.size, hidden, dtype)
+    except (RuntimeError, ImportError, AttributeError) as error:
+        reason = f"torch's symmetric memory cannot be had ({type(error).__name__}: {error})"
+    if not _all_agree(group, comm is not None, device) or comm is None:
+        return group, reason or "another rank cannot have it"
+    reason = comm.self_test(group.rank, group.size)
+    if not _all_agree(group, not reason, device):
+        return group, reason or "another rank's self-test failed"
+    return TPGroup(group.rank, group.size, comm), ""
+
+
+def _all_agree(group: TPGroup, yes: bool, device: torch.device) -> bool:
+    votes = group.comm.all_reduce(torch.full((1,), int(yes), device=device))
+    return int(votes) == group.size

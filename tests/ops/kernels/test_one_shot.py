@@ -1,0 +1,142 @@
+"""Exchanges over inboxes. The ranks take turns in one process: each first sends without waiting,
+then does it again and finds what the others sent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.ops.kernels.closeness import assert_close, assert_same_bits
+from tp_runtime.ops.kernels.one_shot import (
+    SETS,
+    Inboxes,
+    one_shot_all_gather,
+    one_shot_all_reduce,
+    words_of,
+)
+from tp_runtime.ops.norm import add_rms_norm_reference, rms_norm_reference
+
+EPS = 1e-6
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+class Ranks:
+    """The inboxes of all ranks, in the memory of one device."""
+
+    def __init__(self, ranks: int, rows: int, words: int, device: torch.device) -> None:
+        shape = (SETS, ranks, rows, words)
+        self.memory = [torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(ranks)]
+        addresses = torch.tensor([m.data_ptr() for m in self.memory], device=device)
+        self.of = [
+            Inboxes(
+                rank,
+                ranks,
+                rows,
+                words,
+                addresses,
+                torch.zeros(rows, dtype=torch.int32, device=device),
+                patience=1,
+            )
+            for rank in range(ranks)
+        ]
+
+    def each(self, call):  # type: ignore[no-untyped-def]
+        """`call(rank, its inboxes)` twice; the second results."""
+        before = [own.turns.clone() for own in self.of]
+        for rank, own in enumerate(self.of):
+            call(rank, own)
+        for own, turns in zip(self.of, before, strict=True):
+            own.turns.copy_(turns)
+        return [call(rank, own) for rank, own in enumerate(self.of)]
+
+
+def terms(ranks: int, rows: int, size: int, dtype: torch.dtype, device: torch.device):  # type: ignore[no-untyped-def]
+    return [torch.randn(rows, size, device=device).to(dtype) for _ in range(ranks)]
+
+
+def total(parts: list[torch.Tensor]) -> torch.Tensor:
+    wide = parts[0].float()
+    for part in parts[1:]:
+        wide = wide + part.float()
+    return wide.to(parts[0].dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_the_sum_is_that_of_all_ranks_and_the_same_bits_everywhere(
+    device: torch.device, ranks: int, dtype: torch.dtype
+) -> None:
+    together = Ranks(ranks, 4, words_of(72, dtype), device)
+    for rows in (1, 4, 2, 4, 4, 1):
+        x = terms(ranks, rows, 72, dtype, device)
+        results = together.each(lambda rank, own, x=x: one_shot_all_reduce(x[rank], own)[0])
+        for result in results[1:]:
+            assert_same_bits(result, results[0])
+        if ranks == 2:
+            assert_same_bits(results[0], total(x))
+        else:
+            assert_close(results[0], total([part.double() for part in x]).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [64, 200])
+def test_residual_and_norm_are_those_of_the_separate_layers(
+    device: torch.device, size: int, dtype: torch.dtype
+) -> None:
+    together = Ranks(2, 3, words_of(size, dtype), device)
+    norm = (1 + 0.3 * torch.randn(size, device=device)).to(dtype)
+    for rows in (3, 1, 2):
+        x = terms(2, rows, size, dtype, device)
+        residual = torch.randn(rows, size, device=device).to(dtype)
+        for added in (None, residual):
+            results = together.each(
+                lambda rank, own, x=x, added=added: one_shot_all_reduce(
+                    x[rank], own, norm=norm, eps=EPS, residual=added
+                )
+            )
+            whole = total(x)
+            want = (rms_norm_reference(whole, norm, EPS), whole)
+            if added is not None:
+                want = add_rms_norm_reference(whole, added, norm, EPS)
+            for normed, summed in results:
+                assert_same_bits(summed, want[1])
+                assert_close(normed, want[0])
+                assert_same_bits(normed, results[0][0])
+
+
+def test_gathering_gives_every_rank_everything_in_order(device: torch.device) -> None:
+    together = Ranks(3, 1, 64, device)
+    for count in (1, 32, 5, 5):
+        x = [torch.randint(-(1 << 62), 1 << 62, (count,), device=device) for _ in range(3)]
+        for result in together.each(lambda rank, own, x=x: one_shot_all_gather(x[rank], own)):
+            assert torch.equal(result, torch.stack(x))
+
+
+def test_words_of_an_earlier_exchange_are_not_taken_for_new_ones(device: torch.device) -> None:
+    """A rank that is alone with its patience at an end adds what is not there as it finds it; what
+    matters is that it looked for the others' words and did not go on at once."""
+    together = Ranks(2, 1, 8, device)
+    x = terms(2, 1, 16, torch.bfloat16, device)
+    for _ in range(4):
+        together.each(lambda rank, own: one_shot_all_reduce(x[rank], own)[0])
+    assert [int(own.turns[0]) for own in together.of] == [4, 4]
+    sent = {int(word) >> 32 for word in together.memory[0][0, 1, 0]}
+    assert sent == {4}, "the set of even turns holds the words of the fourth exchange"
+    assert {int(word) >> 32 for word in together.memory[0][1, 1, 0]} == {3}
+
+
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+    own = Ranks(2, 2, 8, device).of[0]
+    with pytest.raises(ValueError, match="do not fit inboxes of 2 rows of 8"):
+        one_shot_all_reduce(torch.zeros(3, 16, dtype=torch.bfloat16, device=device), own)
+    with pytest.raises(ValueError, match="do not fit"):
+        one_shot_all_reduce(torch.zeros(2, 16, device=device), own)
+    with pytest.raises(ValueError, match="even number"):
+        one_shot_all_reduce(torch.zeros(2, 17, dtype=torch.bfloat16, device=device), own)
+    with pytest.raises(ValueError, match="only in front of a norm"):
+        x = torch.zeros(2, 16, dtype=torch.bfloat16, device=device)
+        one_shot_all_reduce(x, own, residual=x)
+    with pytest.raises(ValueError, match="up to 8 contiguous words"):
+        one_shot_all_gather(torch.zeros(9, device=device), replace(own, rows=1))
