@@ -30,7 +30,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def is_skinny(x: Tensor) -> bool:
     """Whether a product with these rows, [rows, inputs], is `skinny_linear`'s. float32 is not: its
-    tensor cores would round it to tf32."""
+    tensor cores would round it to tf32. Nor are inputs that cannot be read 16 at a time."""
     narrow = x.dtype in (torch.bfloat16, torch.float16)
     few = x.dim() == 2 and 2 <= x.shape[0] <= MAX_SKINNY_ROWS
-    return runs_kernels(x) and narrow and few and x.stride(1) == 1
+    return runs_kernels(x) and narrow and few and x.shape[1] % 16 == 0 and x.stride(1) == 1

@@ -250,6 +250,7 @@ def skinny_linear(
         raise ValueError(f"skinny_linear splits at most {_ARRIVALS} tiles, not {tiles}.")
     padded = max(_MIN_ROWS, triton.next_power_of_2(rows))
     even = inputs % chosen.columns == 0
+    shortest = inputs // chosen.columns // splits * chosen.columns  # range of any program
     aligned = weight.stride(0) % 8 == 0 and weight.data_ptr() % 16 == 0
     tma = chosen.tma and even and aligned and not silu
     partial, arrived = y, y
@@ -275,7 +276,7 @@ def skinny_linear(
         EVEN=even,
         TMA=tma,
         PDL=pdl,
-        AHEAD=chosen.ahead if even and chosen.columns % _LINE == 0 else 0,
+        AHEAD=chosen.ahead if even and aligned and shortest >= _LINE else 0,
         LINE=_LINE,
         ROWS=padded,
         TILE=tile,
