@@ -206,7 +206,8 @@ def default_config(rows: int, outputs: int, inputs: int, silu: bool) -> SkinnyCo
         tile = 128 if silu or outputs >= 32768 else 64
     tiles = triton.cdiv(outputs * (2 if silu else 1), tile)
     splits = max(1, min(256 // tiles, 8, inputs // 512))
-    return SkinnyConfig(tile, 64 if rows > 32 else 128, splits, 4, 4)
+    columns = 64 if tile == 128 or rows > 32 else 128
+    return SkinnyConfig(tile, columns, splits, 4, 4)
 
 
 @functools.cache
