@@ -1,7 +1,9 @@
 """The steps between two projections of a decoder layer, as one call each.
 
 A layer's norm is followed at once by a projection. With one token on a GPU both are memory-bound,
-and one kernel does both (`ops.kernels.row_linear`); otherwise the layers are called one by one.
+and one kernel does both (`ops.kernels.row_linear`). With a few, the norm is a kernel of its own and
+gate, up and activation are one (`ops.kernels.skinny_linear`); otherwise the layers are called one
+by one.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from tp_runtime.ops.activation import SiluAndMul
 from tp_runtime.ops.compiled import runs_kernels
 from tp_runtime.ops.linear import PackedColumnLinear
 from tp_runtime.ops.norm import RMSNorm
+from tp_runtime.ops.product import is_skinny
 
 
 def normed_linear(
@@ -35,6 +38,10 @@ def normed_gate_up(
     if runs_kernels(x) and x.shape[0] == 1:
         return _one_row(x, residual, norm, linear, silu=True)
     normed, residual = _norm(x, residual, norm)
+    if is_skinny(normed):
+        from tp_runtime.ops.kernels.skinny_linear import skinny_linear  # triton: CUDA only
+
+        return skinny_linear(normed, linear.weight, linear.bias, silu=True), residual
     return act(linear(normed)), residual
 
 

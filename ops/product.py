@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tp_runtime.ops.compiled import runs_kernels
+
+MAX_SKINNY_ROWS = 32
+"""Up to here a product is mostly a read of the weight, and `ops.kernels.skinny_linear` is used."""
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [rows, inputs], weight [outputs, inputs] -> [rows, outputs].
 
-    One row on a GPU is a read of the weight at memory speed, where our own kernel is ahead of the
-    library's; everything else is the library's."""
-    if x.is_cuda and x.shape[0] == 1 and x.dim() == 2:
+    A few rows on a GPU are a read of the weight at memory speed, where our own kernels are ahead of
+    the library's; everything else is the library's."""
+    if runs_kernels(x) and x.shape[0] == 1 and x.dim() == 2:
         from tp_runtime.ops.kernels.row_linear import row_linear  # triton: CUDA only
 
         return row_linear(x, weight, bias)[0]
+    if is_skinny(x):
+        from tp_runtime.ops.kernels.skinny_linear import skinny_linear  # triton: CUDA only
+
+        return skinny_linear(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def is_skinny(x: Tensor) -> bool:
+    """Whether a product with these rows, [rows, inputs], is `skinny_linear`'s. float32 is not: its
+    tensor cores would round it to tf32. Nor are inputs that cannot be read 16 at a time."""
+    narrow = x.dtype in (torch.bfloat16, torch.float16)
+    few = x.dim() == 2 and 2 <= x.shape[0] <= MAX_SKINNY_ROWS
+    return runs_kernels(x) and narrow and few and x.shape[1] % 16 == 0 and x.stride(1) == 1
