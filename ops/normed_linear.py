@@ -1,12 +1,15 @@
 """The steps between two projections of a decoder layer, as one call each.
 
-A layer's norm is followed at once by a projection. With one token on a GPU both are memory-bound,
-and one kernel does both (`ops.kernels.row_linear`). With a few, the norm is a kernel of its own and
-gate, up and activation are one (`ops.kernels.skinny_linear`); otherwise the layers are called one
-by one.
+A projection's sum over the ranks, the residual add and the norm come one after the other, and the
+next projection follows at once. Over symmetric memory the first three are one kernel
+(`ops.kernels.one_shot`). With one token on a GPU norm and projection are one
+(`ops.kernels.row_linear`), and with a few tokens gate, up and activation are
+(`ops.kernels.skinny_linear`). Otherwise the layers are called one by one.
 """
 
 from __future__ import annotations
+
+from typing import TypeGuard
 
 from torch import Tensor
 
@@ -14,30 +17,45 @@ from tp_runtime.ops.activation import SiluAndMul
 from tp_runtime.ops.compiled import runs_kernels
 from tp_runtime.ops.linear import PackedColumnLinear
 from tp_runtime.ops.norm import RMSNorm
+from tp_runtime.ops.partial import Hidden, Partial
 from tp_runtime.ops.product import is_skinny
 
 
+def add_norm(x: Hidden, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual); residual None: (norm(x), x). All [tokens, hidden]."""
+    if _in_one_kernel(x):
+        return x.group.comm.all_reduce_norm(x.term, residual, norm.weight, norm.eps)
+    whole = _whole(x)
+    return (norm(whole), whole) if residual is None else norm(whole, residual)
+
+
 def normed_linear(
-    x: Tensor, residual: Tensor | None, norm: RMSNorm, linear: PackedColumnLinear
+    x: Hidden, residual: Tensor | None, norm: RMSNorm, linear: PackedColumnLinear
 ) -> tuple[Tensor, Tensor]:
     """(linear(norm(x + residual)), x + residual); residual None: (linear(norm(x)), x).
 
     x, residual [tokens, hidden] -> [tokens, local outputs], [tokens, hidden]"""
-    if runs_kernels(x) and x.shape[0] == 1:
-        return _one_row(x, residual, norm, linear, silu=False)
-    normed, residual = _norm(x, residual, norm)
+    if not _in_one_kernel(x):
+        x = _whole(x)
+        if runs_kernels(x) and x.shape[0] == 1:
+            return _one_row(x, residual, norm, linear, silu=False)
+    normed, residual = add_norm(x, residual, norm)
     return linear(normed), residual
 
 
 def normed_gate_up(
-    x: Tensor, residual: Tensor, norm: RMSNorm, linear: PackedColumnLinear, act: SiluAndMul
+    x: Hidden, residual: Tensor, norm: RMSNorm, linear: PackedColumnLinear, act: SiluAndMul
 ) -> tuple[Tensor, Tensor]:
     """(act(linear(norm(x + residual))), x + residual)
 
     x, residual [tokens, hidden] -> [tokens, local intermediate], [tokens, hidden]"""
-    if runs_kernels(x) and x.shape[0] == 1:
-        return _one_row(x, residual, norm, linear, silu=True)
-    normed, residual = _norm(x, residual, norm)
+    if not _in_one_kernel(x):
+        x = _whole(x)
+        if runs_kernels(x) and x.shape[0] == 1:
+            return _one_row(x, residual, norm, linear, silu=True)
+    normed, residual = add_norm(x, residual, norm)
+    if runs_kernels(normed) and normed.shape[0] == 1:
+        return _one_row(normed, None, None, linear, silu=True)[0], residual
     if is_skinny(normed):
         from tp_runtime.ops.kernels.skinny_linear import skinny_linear  # triton: CUDA only
 
@@ -45,15 +63,30 @@ def normed_gate_up(
     return act(linear(normed)), residual
 
 
-def _norm(x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-    return (norm(x), x) if residual is None else norm(x, residual)
+def _in_one_kernel(x: Hidden) -> TypeGuard[Partial]:
+    """Whether sum, residual add and norm are."""
+    return isinstance(x, Partial) and runs_kernels(x.term) and x.group.comm.fuses_norm(x.term)
+
+
+def _whole(x: Hidden) -> Tensor:
+    return x.total() if isinstance(x, Partial) else x
 
 
 def _one_row(
-    x: Tensor, residual: Tensor | None, norm: RMSNorm, linear: PackedColumnLinear, silu: bool
+    x: Tensor,
+    residual: Tensor | None,
+    norm: RMSNorm | None,
+    linear: PackedColumnLinear,
+    silu: bool,
 ) -> tuple[Tensor, Tensor]:
     from tp_runtime.ops.kernels.row_linear import row_linear  # triton: CUDA only
 
     return row_linear(
-        x, linear.weight, linear.bias, norm=norm.weight, eps=norm.eps, residual=residual, silu=silu
+        x,
+        linear.weight,
+        linear.bias,
+        norm=None if norm is None else norm.weight,
+        eps=0.0 if norm is None else norm.eps,
+        residual=residual,
+        silu=silu,
     )

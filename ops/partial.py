@@ -32,7 +32,3 @@ Hidden = Tensor | Partial
 def later(term: Tensor, group: TPGroup) -> Hidden:
     """`term` as a part of a sum; with one rank it is the sum."""
     return term if group.size == 1 else Partial(term, group)
-
-
-def num_tokens(x: Hidden) -> int:
-    return (x.term if isinstance(x, Partial) else x).shape[0]

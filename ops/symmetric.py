@@ -6,11 +6,17 @@ The only file that touches torch's symmetric memory, whose interface is not stab
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tp_runtime.ops.group import Communicator, TPGroup
+
+if TYPE_CHECKING:
+    from tp_runtime.ops.kernels.one_shot import Inboxes
 
 _MAX_ROWS = 256
 """Rows of one exchange. Beyond, NCCL's ring moves less: an exchange sends every word twice as wide
@@ -41,13 +47,16 @@ class SymmetricCommunicator:
         self._rows = self._inboxes(rank, size, self.max_rows, words)
         self._small = self._inboxes(rank, size, 1, _GATHERED_WORDS)
 
-    def _inboxes(self, rank: int, size: int, rows: int, words: int):  # type: ignore[no-untyped-def]
+    def _inboxes(self, rank: int, size: int, rows: int, words: int) -> Inboxes:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         device = torch.device("cuda", torch.cuda.current_device())
         shape = (self._kernels.SETS, size, rows, words)
         memory = symmetric_memory.empty(shape, dtype=torch.int64, device=device)
-        handle = symmetric_memory.rendezvous(memory, dist.group.WORLD)
+        world = dist.group.WORLD
+        if world is None:
+            raise RuntimeError("there is no process group")
+        handle = symmetric_memory.rendezvous(memory, world)
         self._memory += [memory, handle]
         memory.zero_()
         return self._kernels.Inboxes(
@@ -109,8 +118,6 @@ class SymmetricCommunicator:
 
     def self_test(self, rank: int, size: int) -> str:
         """Exchanges numbers that every rank knows; "" or what is wrong. Never waits for long."""
-        from dataclasses import replace
-
         rows = replace(self._rows, patience=_SELF_TEST_LOOKS)
         small = replace(self._small, patience=_SELF_TEST_LOOKS)
         device = self._rows.turns.device

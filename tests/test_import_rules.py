@@ -84,14 +84,14 @@ def test_mapped_folders_are_imported_under_tp_runtime(folder: str) -> None:
     assert bad == []
 
 
-def test_only_the_group_file_of_ops_uses_torch_distributed() -> None:
+def test_only_the_files_of_the_communicators_use_torch_distributed() -> None:
     """Layers are given a TPGroup; none of them asks torch.distributed for its rank."""
     users = {
         str(path.relative_to(ROOT))
         for path in source_files("ops")
         if any(within(found.name, "torch.distributed") for found in imports(path))
     }
-    assert users <= {"ops/group.py"}
+    assert users <= {"ops/group.py", "ops/symmetric.py"}
 
 
 def test_scan_sees_imports_in_functions_relative_and_by_name() -> None:

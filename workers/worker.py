@@ -34,6 +34,7 @@ from tp_runtime.ops.attention.metadata import LayerKV
 from tp_runtime.ops.attention.registry import choose_backend
 from tp_runtime.ops.compiled import compile_references
 from tp_runtime.ops.group import TPGroup
+from tp_runtime.ops.symmetric import with_symmetric_memory
 from tp_runtime.transport.fd_socket import FdSocket
 from tp_runtime.transport.heartbeat import Heartbeat, Phase
 from tp_runtime.transport.ring import RingReader, RingWriter
@@ -111,7 +112,7 @@ class Worker:
         self.enter(Phase.STOP)
         if graphs is not None:
             graphs.release()
-        group.comm.close()
+        runner.group.comm.close()
 
     def _build(self, device: torch.device, group: TPGroup, before: MemoryBefore) -> Runner:
         self.enter(Phase.LOAD)
@@ -120,6 +121,7 @@ class Worker:
         config, model_config = self.config, ModelConfig.from_folder(self.config.model)
         dtype = choose_dtype(config, model_config, device)
         max_model_len = resolve_max_model_len(config, model_config)
+        group = self._with_symmetric_memory(group, model_config.hidden_size, dtype, device)
         backend, reason = choose_backend(
             config.attention_backend,
             head_size=model_config.head_dim,
@@ -166,6 +168,20 @@ class Worker:
         self.clock.enter("graphs")
         graphs = self._record_graphs(model, kv, state, sampler, backend)
         return Runner(model, kv, state, sampler, group, graphs)
+
+    def _with_symmetric_memory(
+        self, group: TPGroup, hidden: int, dtype: torch.dtype, device: torch.device
+    ) -> TPGroup:
+        """With small sums over memory that all GPUs of the host can write, where that works."""
+        one_host = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)) == self.world_size
+        if group.size == 1 or device.type != "cuda" or not one_host:
+            return group
+        if self.config.disable_custom_all_reduce:
+            return group
+        fast, reason = with_symmetric_memory(group, hidden, dtype, device)
+        if reason and self.rank == 0:
+            logger.warning("tp_runtime: Sums over the ranks are made by NCCL alone: %s.", reason)
+        return fast
 
     def _sampler(self, group: TPGroup, model: CausalLM) -> Sampler:
         if self.config.sampling == "gather":

@@ -34,6 +34,15 @@ class CountingCommunicator:
         self.calls["all_reduce"] += 1
         return self._inner.all_reduce(x)
 
+    def fuses_norm(self, x: Tensor) -> bool:
+        return self._inner.fuses_norm(x)
+
+    def all_reduce_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        self.calls["all_reduce_norm"] += 1
+        return self._inner.all_reduce_norm(x, residual, weight, eps)
+
     def all_gather(self, x: Tensor) -> list[Tensor]:
         self.calls["all_gather"] += 1
         return self._inner.all_gather(x)

@@ -1,0 +1,145 @@
+"""Two or more GPUs of one host: sums over symmetric memory beside those of NCCL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu.nccl_ranks import run_on_gpus
+from tests.gpu.test_tp2 import GREEDY, MIXED, generate
+from tests.tiny_models import make_tiny
+from tp_runtime.ops.group import TPGroup
+from tp_runtime.ops.norm import add_rms_norm_reference, rms_norm_reference
+from tp_runtime.ops.symmetric import SymmetricCommunicator, with_symmetric_memory
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+HIDDEN = 1024
+EPS = 1e-6
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+def fast(group: TPGroup, hidden: int, dtype: torch.dtype) -> TPGroup:
+    better, reason = with_symmetric_memory(
+        group, hidden, dtype, torch.device("cuda", torch.cuda.current_device())
+    )
+    assert not reason, reason
+    return better
+
+
+def term(group: TPGroup, rows: int, dtype: torch.dtype, seed: int) -> Tensor:
+    torch.manual_seed(1000 * seed + group.rank)
+    return torch.randn(rows, HIDDEN, device="cuda").to(dtype)
+
+
+def sums(group: TPGroup, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """(over symmetric memory, over NCCL) for several numbers of rows, again and again, with a rank
+    that lags now and then."""
+    better = fast(group, HIDDEN, dtype)
+    found = []
+    for turn, rows in enumerate((1, 256, 3, 1, 1, 64, 257, 2, 256, 1)):
+        x = term(group, rows, dtype, turn)
+        if turn % 3 == group.rank:
+            torch.cuda._sleep(20_000_000)
+        found.append((better.comm.all_reduce(x.clone()).cpu(), group.comm.all_reduce(x).cpu()))
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_are_the_same_bits_on_every_rank_and_those_of_nccl(dtype: torch.dtype) -> None:
+    ranks = run_on_gpus(2, sums, dtype)
+    for first, second in zip(*ranks, strict=True):
+        assert torch.equal(first[0], second[0])
+        assert torch.equal(first[0], first[1])
+
+
+def recorded(group: TPGroup, dtype: torch.dtype) -> list[Tensor]:
+    """A graph of twelve fused sums, each of the one before, replayed; and the separate layers."""
+    better = fast(group, HIDDEN, dtype)
+    norm = torch.linspace(0.5, 1.5, HIDDEN, device="cuda").to(dtype)
+    x = term(group, 8, dtype, 1)
+    residual = term(group, 8, dtype, 7)[:1].repeat(8, 1) * 0 + 1
+
+    def chain(one_kernel: bool) -> Tensor:
+        h, r = x, None
+        for number in range(12):
+            if one_kernel:
+                h, r = better.comm.all_reduce_norm(h, r, norm, EPS)
+            else:
+                total = group.comm.all_reduce(h.clone())
+                h, r = (
+                    (rms_norm_reference(total, norm, EPS), total)
+                    if r is None
+                    else add_rms_norm_reference(total, r, norm, EPS)
+                )
+            h = h * (1 + 0.01 * number * group.rank) + residual
+        return h
+
+    chain(True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(True)
+    results = []
+    for replay in range(3):
+        x.copy_(term(group, 8, dtype, 10 + replay))
+        graph.replay()
+        results += [out.cpu(), chain(False).cpu()]
+    graph.reset()
+    return results
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_residual_and_norm_in_one_kernel_equal_the_separate_ones(dtype: torch.dtype) -> None:
+    for results in run_on_gpus(2, recorded, dtype):
+        for ours, separate in zip(results[::2], results[1::2], strict=True):
+            step = 2**-5 if dtype == torch.bfloat16 else 1e-4
+            torch.testing.assert_close(ours.float(), separate.float(), rtol=step, atol=step)
+
+
+def gathered(group: TPGroup) -> list[list[Tensor]]:
+    better = fast(group, HIDDEN, torch.bfloat16)
+    found = []
+    for rows in (1, 256, 7, 1024, 2000):
+        x = torch.arange(rows, device="cuda") + (group.rank << 40)
+        found.append([part.cpu() for part in better.comm.all_gather(x)])
+    return found
+
+
+def test_gathering_gives_every_rank_everything() -> None:
+    for results in run_on_gpus(2, gathered):
+        for parts in results:
+            rows = torch.arange(parts[0].shape[0])
+            assert all(torch.equal(part, rows + (r << 40)) for r, part in enumerate(parts))
+
+
+def tokens(group: TPGroup, folder: Path, hidden: int) -> list[list[list[int]]]:
+    better = fast(group, hidden, torch.float32)
+    assert isinstance(better.comm, SymmetricCommunicator)
+    return [
+        generate(better, folder, params, "sharded", torch.float32)
+        for params in ([GREEDY] * 4, MIXED)
+    ]
+
+
+def test_float32_tokens_equal_those_of_one_gpu(tmp_path: Path) -> None:
+    folder = make_tiny(
+        "qwen3",
+        tmp_path / "model",
+        head_dim=64,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        intermediate_size=250,
+    )
+    alone = [
+        generate(TPGroup.single(), folder, params, "gather", torch.float32)
+        for params in ([GREEDY] * 4, MIXED)
+    ]
+    for found in run_on_gpus(2, tokens, folder, 64):
+        assert found == alone
