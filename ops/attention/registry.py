@@ -9,12 +9,19 @@ import torch
 from tp_runtime.ops.attention.backend import AttentionBackend
 from tp_runtime.ops.attention.flash2 import FlashAttention2Backend
 from tp_runtime.ops.attention.flash3 import FlashAttention3Backend
+from tp_runtime.ops.attention.hopper import HopperBackend
 from tp_runtime.ops.attention.reference import ReferenceBackend
 from tp_runtime.ops.attention.triton_backend import TritonBackend
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
     cls.name: cls
-    for cls in (FlashAttention3Backend, FlashAttention2Backend, TritonBackend, ReferenceBackend)
+    for cls in (
+        HopperBackend,
+        FlashAttention3Backend,
+        FlashAttention2Backend,
+        TritonBackend,
+        ReferenceBackend,
+    )
 }
 """By name, fastest first; `auto` takes the first that supports what is asked."""
 

@@ -16,6 +16,9 @@ from tp_runtime.ops.attention.metadata import DecodeMetadata, PrefillMetadata
 _MAX_HEAD = 256
 """Wider heads would need more shared memory and registers than a program has."""
 
+_COUNTERS = 16_384
+"""More than rows times KV heads of any usual batch, in 64 KB."""
+
 
 class TritonBackend(AttentionBackend):
     """CUDA, compute capability 8.0 or newer."""
@@ -28,6 +31,7 @@ class TritonBackend(AttentionBackend):
 
         self._decode = paged_decode
         self._prefill = paged_prefill
+        self._counters: list[Tensor] = []
 
     @classmethod
     def supports(
@@ -85,9 +89,8 @@ class TritonBackend(AttentionBackend):
         scale: float,
         window: int | None,
     ) -> Tensor:
-        processors = 1
-        if q.is_cuda:
-            processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+        rows, _, size = q.shape
+        kv_heads = k_cache.shape[2]
         longest = min(meta.max_context_len, window or meta.max_context_len)
         return self._decode.paged_decode(
             q,
@@ -97,5 +100,23 @@ class TritonBackend(AttentionBackend):
             meta.block_tables,
             scale,
             window,
-            self._decode.splits_for(q.shape[0], k_cache.shape[2], longest, processors),
+            self._decode.default_config(
+                rows, kv_heads, size, q.dtype, longest, _processors(q.device)
+            ),
+            self._zeroed_counters(rows * kv_heads, q.device),
         )
+
+    def _zeroed_counters(self, number: int, device: torch.device) -> Tensor:
+        """What the shares of a step are counted in; every step leaves it zero. Made at the first
+        step, before any is recorded. Replaced ones are kept: recorded steps still write there."""
+        last = self._counters[-1] if self._counters else None
+        if last is None or last.numel() < number or last.device != device:
+            last = torch.zeros(max(number, _COUNTERS), dtype=torch.int32, device=device)
+            self._counters.append(last)
+        return last
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -18,9 +18,14 @@ from tests.ops.attention.cases import Case
 from tp_runtime.ops.attention.backend import AttentionBackend
 from tp_runtime.ops.attention.flash2 import FlashAttention2Backend
 from tp_runtime.ops.attention.flash3 import FlashAttention3Backend
+from tp_runtime.ops.attention.hopper import HopperBackend
 from tp_runtime.ops.attention.reference import cached_tokens, causal_attention
 
-MODULES = {FlashAttention2Backend: "flash_attn", FlashAttention3Backend: "flash_attn_interface"}
+MODULES = {
+    FlashAttention2Backend: "flash_attn",
+    FlashAttention3Backend: "flash_attn_interface",
+    HopperBackend: "flash_attn_interface",  # decodes with the kernel of this project
+}
 BACKENDS = list(MODULES)
 
 

@@ -46,14 +46,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_a_cpu_gets_the_reference_and_the_reasons_why() -> None:
     name, reason = _choose()
     assert name == "reference"
-    for other in ("flash-attn-3", "flash-attn-2", "triton"):
+    for other in ("flash-attn-3+triton", "flash-attn-3", "flash-attn-2", "triton"):
         assert f"not {other}: it needs a CUDA GPU and the device is cpu" in reason
 
 
 @pytest.mark.parametrize(
     ("modules", "capability", "changes", "expected"),
     [
-        ({"flash_attn_interface", "flash_attn", "triton"}, (9, 0), {}, "flash-attn-3"),
+        ({"flash_attn_interface", "flash_attn", "triton"}, (9, 0), {}, "flash-attn-3+triton"),
+        ({"flash_attn_interface", "triton"}, (9, 0), {"windows": [9, None]}, "flash-attn-3+triton"),
+        ({"flash_attn_interface", "flash_attn"}, (9, 0), {}, "flash-attn-3"),
         ({"flash_attn", "triton"}, (9, 0), {}, "flash-attn-2"),
         ({"flash_attn_interface", "flash_attn", "triton"}, (8, 0), {}, "flash-attn-2"),
         ({"flash_attn_interface", "flash_attn", "triton"}, (10, 0), {}, "flash-attn-2"),
@@ -80,12 +82,16 @@ def test_auto_takes_the_fastest_that_can(
 
 def test_the_reason_names_what_a_better_one_lacks(gpu: dict[str, Any]) -> None:
     assert _choose(device=CUDA)[1] == (
+        "not flash-attn-3+triton: the module flash_attn_interface (FlashAttention-3) is not "
+        "installed; "
         "not flash-attn-3: the module flash_attn_interface (FlashAttention-3) is not installed; "
         "not flash-attn-2: the package flash_attn (FlashAttention-2) is not installed"
     )
     gpu["modules"].add("flash_attn_interface")
     assert _choose(device=CUDA)[1] == "the fastest there is"
     assert _choose("reference", device=CUDA) == ("reference", "as asked")
+    assert _choose("flash-attn-3", device=CUDA) == ("flash-attn-3", "as asked")
+    assert _choose("triton", device=CUDA) == ("triton", "as asked")
 
 
 def test_a_name_that_cannot_do_it_is_refused_with_the_reason(gpu: dict[str, Any]) -> None:
@@ -117,7 +123,8 @@ def test_a_broken_package_is_passed_over_or_named(
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(
-        ValueError, match=r"no attention back-end 'fast'; give auto, flash-attn-3, .*reference"
+        ValueError,
+        match=r"no attention back-end .fast.; give auto, flash-attn-3.triton, flash.*, reference",
     ):
         _choose("fast")
 

@@ -9,8 +9,6 @@ import torch
 
 from tests.ops.attention.cases import Case
 from tp_runtime.ops.attention.triton_backend import TritonBackend
-from tp_runtime.ops.kernels.combine_splits import combine_splits
-from tp_runtime.ops.kernels.paged_decode import paged_decode, splits_for
 
 BACKEND = TritonBackend()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -62,27 +60,6 @@ def test_prefill_passes_over_sequences_without_new_tokens() -> None:
     case.check(case.run_prefill(BACKEND, cached=True))
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize(("splits", "block_size"), [(1, 24), (3, 1), (6, 16)])
-def test_decode_in_any_number_of_shares(window: int | None, block_size: int, splits: int) -> None:
-    """More shares than some rows have tokens, and padding rows that have none."""
-    contexts = [1, 0, 17, 150]
-    case = _case(contexts, [1] * 4, heads=(2, 1), block_size=block_size)
-    meta = case.decode_metadata()
-    out = paged_decode(
-        case.q,
-        case.k_cache,
-        case.v_cache,
-        meta.context_lens,
-        meta.block_tables,
-        case.scale,
-        window,
-        splits,
-    )
-    case.check(out, window)
-    assert not out[1].any()
-
-
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1), (2, 2), (20, 1)])
 def test_decode_of_any_group_size(heads: tuple[int, int]) -> None:
     case = _case([33, 0, 70], [1] * 3, heads=heads)
@@ -104,27 +81,20 @@ def test_head_sizes_and_dtypes(dtype: torch.dtype, head_dim: int) -> None:
     prefill.check(prefill.run_prefill(BACKEND, cached=True))
 
 
-def test_empty_batches_give_empty_outputs() -> None:
-    case = _case([3], [1])
-    meta = case.decode_metadata()
-    none = case.q[:0]
-    out = paged_decode(
-        none, case.k_cache, case.v_cache, meta.context_lens[:0], meta.block_tables[:0], 1.0, None, 2
-    )
-    assert out.shape == none.shape
+def test_one_backend_decodes_batch_after_batch_with_its_counters_zero_in_between() -> None:
+    backend = TritonBackend()
+    for contexts in ([300, 0, 70], [3], [64, 700]):
+        case = _case(contexts, [1] * len(contexts))
+        case.check(case.run_decode(backend, max_context_len=4096))
+        assert not any(each.any() for each in backend._counters)
+    assert len(backend._counters) == 1
 
 
-def test_combining_weighs_shares_by_their_sums() -> None:
-    parts = torch.randn(2, 3, 5, 24, device=DEVICE)
-    lse = 4 * torch.randn(2, 3, 5, device=DEVICE)
-    lse[0, 0, 3:] = float("-inf")
-    lse[1, 2] = float("-inf")
-    want = (parts * lse.softmax(-1).nan_to_num(0).unsqueeze(-1)).sum(2)
-    torch.testing.assert_close(combine_splits(parts, lse, torch.float32), want)
-
-
-def test_shares_fill_the_processors_and_are_not_too_short() -> None:
-    assert splits_for(rows=1, kv_heads=8, max_context_len=32_768, processors=132) == 33
-    assert splits_for(rows=1, kv_heads=8, max_context_len=1024, processors=132) == 4
-    assert splits_for(rows=256, kv_heads=8, max_context_len=32_768, processors=132) == 1
-    assert splits_for(rows=0, kv_heads=1, max_context_len=0, processors=1) == 1
+def test_counters_grow_and_leave_those_of_recorded_steps_alone() -> None:
+    backend = TritonBackend()
+    device = torch.device(DEVICE)
+    small = backend._zeroed_counters(8, device)
+    large = backend._zeroed_counters(small.numel() + 1, device)
+    assert large.numel() > small.numel()
+    assert backend._counters[0] is small
+    assert backend._zeroed_counters(8, device) is large

@@ -1,0 +1,171 @@
+"""Paged decode in shares that the program finishing last joins: in the interpreter, or on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.attention.cases import Case
+from tp_runtime.ops.kernels.paged_decode import DecodeConfig, default_config, paged_decode
+
+TILE = 16
+
+
+def _case(contexts: list[int], device: torch.device, **shape: Any) -> Case:
+    return Case.make(contexts, [1] * len(contexts), device=device, **shape)
+
+
+def _config(splits: int = 3, least: int = TILE, tile: int = TILE) -> DecodeConfig:
+    return DecodeConfig(tile, 4, 3, splits, least)
+
+
+def _decode(
+    case: Case,
+    config: DecodeConfig,
+    window: int | None = None,
+    counters: Tensor | None = None,
+    contexts: Tensor | None = None,
+) -> Tensor:
+    """Checks too that every counter is back at zero."""
+    meta = case.decode_metadata()
+    if counters is None:
+        counters = torch.zeros(64, dtype=torch.int32, device=case.q.device)
+    out = paged_decode(
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        meta.context_lens if contexts is None else contexts,
+        meta.block_tables,
+        case.scale,
+        window,
+        config,
+        counters,
+    )
+    assert not counters.any()
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 20])
+@pytest.mark.parametrize(("splits", "block_size"), [(1, 24), (3, 1), (6, 16)])
+def test_any_number_of_shares(
+    window: int | None, block_size: int, splits: int, device: torch.device
+) -> None:
+    """More shares than some rows have tokens, and padding rows that have none."""
+    case = _case([1, 0, 17, 150], device, heads=(2, 1), block_size=block_size)
+    out = _decode(case, _config(splits), window)
+    case.check(out, window)
+    assert not out[1].any()
+
+
+@pytest.mark.parametrize("least", [TILE, 2 * TILE])
+def test_lengths_around_the_borders_of_tiles_and_shares(least: int, device: torch.device) -> None:
+    """One tile, one share, as many tiles as shares, and one token to each side; very uneven."""
+    borders = [TILE, 2 * TILE, 3 * TILE, 6 * TILE]
+    contexts = [border + more for border in borders for more in (-1, 0, 1)]
+    case = _case([*contexts, 1, 0, 300], device, heads=(2, 1))
+    case.check(_decode(case, _config(3, least)))
+
+
+@pytest.mark.parametrize("window", [TILE - 1, TILE, TILE + 1, 2 * TILE, 3 * TILE])
+def test_windows_around_the_borders_of_tiles(window: int, device: torch.device) -> None:
+    case = _case([TILE, TILE + 1, 4 * TILE - 1, 4 * TILE, 4 * TILE + 1], device, heads=(2, 1))
+    case.check(_decode(case, _config(2), window), window)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1), (2, 2), (20, 1)])
+@pytest.mark.parametrize("head_dim", [24, 64])
+def test_groups_and_head_sizes_that_are_no_powers_of_two(
+    heads: tuple[int, int], head_dim: int, device: torch.device
+) -> None:
+    case = _case([33, 0, 150], device, heads=heads, head_dim=head_dim)
+    case.check(_decode(case, _config(4)))
+
+
+def test_more_shares_than_are_joined_at_a_time(device: torch.device) -> None:
+    case = _case([700, 17 * TILE], device, heads=(2, 1), head_dim=16)
+    case.check(_decode(case, _config(40)))
+
+
+def test_pages_that_are_larger_than_tiles(device: torch.device) -> None:
+    case = _case([100, 33], device, heads=(2, 1), block_size=64)
+    case.check(_decode(case, _config()))
+
+
+def test_a_cache_that_holds_each_head_of_a_page_in_one_piece(device: torch.device) -> None:
+    case = _case([100, 33], device)
+    want = _decode(case, _config())
+    case.k_cache = case.k_cache.transpose(1, 2).contiguous().transpose(1, 2)
+    case.v_cache = case.v_cache.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(_decode(case, _config()), want)
+
+
+def test_a_replay_with_other_lengths_needs_nothing_from_the_host(device: torch.device) -> None:
+    """The same tensors and number of shares each time, as in a CUDA graph."""
+    case = _case([150, 150, 150], device, heads=(2, 1))
+    counters = torch.zeros(3, dtype=torch.int32, device=device)
+    lengths = torch.zeros(3, dtype=torch.int32, device=device)
+    for contexts in ([150, 0, 17], [16, 149, 0], [48, 49, 47], [150, 150, 150]):
+        lengths.copy_(torch.tensor(contexts))
+        out = _decode(case, _config(), counters=counters, contexts=lengths)
+        shorter = Case(
+            contexts,
+            case.new,
+            case.q,
+            [keys[:n] for keys, n in zip(case.keys, contexts, strict=True)],
+            [values[:n] for values, n in zip(case.values, contexts, strict=True)],
+            case.k_cache,
+            case.v_cache,
+            case.block_tables,
+            case.scale,
+        )
+        shorter.check(out)
+
+
+def test_a_row_has_the_same_bits_whatever_runs_beside_it(device: torch.device) -> None:
+    case = _case([150, 90], device)
+    alone = _decode(case, _config())[0]
+    case.contexts[1] = 0
+    assert torch.equal(_decode(case, _config())[0], alone)
+    assert torch.equal(_decode(case, _config())[0], alone)
+
+
+def test_queries_may_be_a_view_of_a_packed_projection(device: torch.device) -> None:
+    case = _case([33, 150], device)
+    want = _decode(case, _config())
+    case.q = torch.cat((case.q, case.q), dim=1)[:, :4]
+    assert torch.equal(_decode(case, _config()), want)
+
+
+def test_an_empty_batch_gives_an_empty_output(device: torch.device) -> None:
+    case = _case([3], device)
+    case.q, case.block_tables = case.q[:0], case.block_tables[:0]
+    assert _decode(case, _config()).shape == case.q.shape
+
+
+def test_what_it_cannot_take_is_refused(device: torch.device) -> None:
+    case = _case([3, 5], device)
+    with pytest.raises(ValueError, match="a counter for each of 4 pairs"):
+        _decode(case, _config(), counters=torch.zeros(3, dtype=torch.int32, device=device))
+    case.v_cache = case.v_cache.transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(ValueError, match="one shape and layout"):
+        _decode(case, _config())
+    case = _case([3, 5], device)
+    case.q = case.q.transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(ValueError, match="last stride is 1"):
+        _decode(case, _config())
+    case = _case([3, 5], device, heads=(3, 1))
+    case.k_cache = case.v_cache = case.k_cache.repeat(1, 1, 2, 1)
+    with pytest.raises(ValueError, match="multiple of KV heads"):
+        _decode(case, _config())
+
+
+def test_few_rows_are_cut_finely_and_many_into_few_shares() -> None:
+    shape: dict[str, Any] = {"head_size": 128, "dtype": torch.bfloat16, "processors": 132}
+    assert default_config(1, 8, longest=32_768, **shape).splits == 33
+    assert default_config(1, 4, longest=32_768, **shape).splits == 66
+    assert default_config(1, 8, longest=256, **shape).splits == 4
+    assert default_config(256, 8, longest=32_768, **shape).splits == 2
+    assert default_config(0, 8, longest=0, **shape).splits == 1
