@@ -18,7 +18,7 @@ from tp_runtime.ops.compiled import runs_kernels
 from tp_runtime.ops.linear import PackedColumnLinear
 from tp_runtime.ops.norm import RMSNorm
 from tp_runtime.ops.partial import Hidden, Partial
-from tp_runtime.ops.product import is_skinny
+from tp_runtime.ops.product import MAX_SILU_ROWS, is_skinny
 
 
 def add_norm(x: Hidden, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ def normed_gate_up(
     normed, residual = add_norm(x, residual, norm)
     if runs_kernels(normed) and normed.shape[0] == 1:
         return _one_row(normed, None, None, linear, silu=True)[0], residual
-    if is_skinny(normed):
+    if is_skinny(normed, MAX_SILU_ROWS):
         from tp_runtime.ops.kernels.skinny_linear import skinny_linear  # triton: CUDA only
 
         return skinny_linear(normed, linear.weight, linear.bias, silu=True), residual

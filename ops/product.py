@@ -10,6 +10,11 @@ from tp_runtime.ops.compiled import runs_kernels
 
 MAX_SKINNY_ROWS = 32
 """Up to here a product is mostly a read of the weight, and `ops.kernels.skinny_linear` is used."""
+MAX_SMALL_SKINNY_ROWS = 16
+"""The same for weights that are read in less than 4 us or so."""
+MAX_SILU_ROWS = 48
+"""The same where the activation is part of the kernel."""
+_SMALL_WEIGHT = 9 << 20
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -21,16 +26,18 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         from tp_runtime.ops.kernels.row_linear import row_linear  # triton: CUDA only
 
         return row_linear(x, weight, bias)[0]
-    if is_skinny(x):
+    most = MAX_SMALL_SKINNY_ROWS if weight.numel() < _SMALL_WEIGHT else MAX_SKINNY_ROWS
+    if is_skinny(x, most):
         from tp_runtime.ops.kernels.skinny_linear import skinny_linear  # triton: CUDA only
 
         return skinny_linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
-def is_skinny(x: Tensor) -> bool:
-    """Whether a product with these rows, [rows, inputs], is `skinny_linear`'s. float32 is not: its
-    tensor cores would round it to tf32. Nor are inputs that cannot be read 16 at a time."""
+def is_skinny(x: Tensor, most: int) -> bool:
+    """Whether a product with these rows, [rows, inputs], is `skinny_linear`'s: 2 to `most`. float32
+    is not: its tensor cores would round it to tf32. Nor are inputs that cannot be read 16 at a
+    time."""
     narrow = x.dtype in (torch.bfloat16, torch.float16)
-    few = x.dim() == 2 and 2 <= x.shape[0] <= MAX_SKINNY_ROWS
+    few = x.dim() == 2 and 2 <= x.shape[0] <= most
     return runs_kernels(x) and narrow and few and x.shape[1] % 16 == 0 and x.stride(1) == 1

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tp_runtime.ops.kernels.join_shares import join_shares
+from tp_runtime.ops.kernels.overlap import begin_early, overlaps, wait_before
 from tp_runtime.ops.kernels.tiles import kv_tile, precision_of
 
 _MAX_SPLITS = 128
@@ -119,7 +120,7 @@ def _paged_decode_kernel(
     HEAD_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
     SHARED: tl.constexpr,
-    PDL: tl.constexpr,
+    OVERLAP: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -127,8 +128,7 @@ def _paged_decode_kernel(
     JOIN_G: tl.constexpr,
     JOIN_S: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_early(OVERLAP)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -137,8 +137,7 @@ def _paged_decode_kernel(
     mask = (member < GROUP)[:, None] & (lane < HEAD)[None, :]
     head = kv_head * GROUP + member
     q_offset = row * q_stride + head[:, None] * q_head_stride + lane[None, :]
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_before(OVERLAP)
     context = tl.load(contexts_ptr + row)
     q = tl.load(q_ptr + q_offset, mask=mask, other=0.0)
 
@@ -215,14 +214,15 @@ def paged_decode(
     window: int | None,
     config: DecodeConfig,
     counters: Tensor,
-    pdl: bool = False,
+    overlap: bool | None = None,
 ) -> Tensor:
     """q [B, H, D], last stride 1; caches [blocks, page, KV, D], any strides but the last, which is
     1, the same for both; context_lens [B] int32 (0: padding row); block_tables [B, max_blocks]
     int32; `counters` int32, B * KV or more, zero before and after.
 
-    `pdl`: launched beside the end of the kernel before, which must allow it (programmatic dependent
-    launch). Returns [B, H, D], contiguous; zero for padding rows. Reads nothing on the host."""
+    `overlap`: launched beside the end of the kernel before; None: where that can be had. Returns
+    [B, H, D], contiguous; zero for padding rows. Reads nothing on the host."""
+    overlap = overlaps(q) if overlap is None else overlap
     rows, heads, size = q.shape
     page, kv_heads = k_cache.shape[1:3]
     group, splits = heads // kv_heads, config.splits
@@ -264,7 +264,7 @@ def paged_decode(
             HEAD_STRIDE=k_cache.stride(2),
             WINDOW=window or 0,
             SHARED=splits > 1,
-            PDL=pdl,
+            OVERLAP=overlap,
             PRECISION=precision_of(q.dtype),
             BLOCK_G=max(16, join_g),  # the smallest side of a dot
             BLOCK_N=config.tile,
@@ -273,7 +273,7 @@ def paged_decode(
             JOIN_S=max(1, joined),
             num_warps=config.warps,
             num_stages=config.stages,
-            **({"launch_pdl": True} if pdl else {}),
+            launch_pdl=overlap,
         )
     return out
 

@@ -5,7 +5,7 @@ write of k and v into the paged cache.
     y1 = x1 cos - x2 sin, y2 = x2 cos + x1 sin                     (the two rotated halves)
 
 Rounded where `tp_runtime.ops.norm` and `tp_runtime.ops.rotary` round. Slot -1 stores nothing. One
-program per token and query or KV head. Reference: the separate layers.
+program per token and one or a few query or KV heads. Reference: the separate layers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from tp_runtime.ops.kernels.overlap import begin_early, overlaps, wait_before
 
-SKIP = tl.constexpr(1 << 20)
-"""Added to lanes whose store must not happen: past every head size."""
+_FEW_TOKENS = 16
+"""Up to so many tokens, a program for each head fills a GPU and ends sooner."""
+_HEADS = 8
 
 
 @triton.jit
@@ -30,33 +31,39 @@ def _scaled(x, weight_ptr, lane, inside, scale):
 
 
 @triton.jit
-def _head(
+def _heads(
     x_ptr,
     y_ptr,
     norm_ptr,
     table_ptr,
     eps,
-    skip,
+    kept,
     NORM: tl.constexpr,
     HALF: tl.constexpr,
     HEAD: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
 ):
-    lane = tl.arange(0, BLOCK)
+    """HEADS neighbouring heads, of which the first `kept` are stored."""
+    member = tl.arange(0, HEADS)[:, None]
+    x_ptr += member * HEAD
+    y_ptr += member * HEAD
+    kept = member < kept
+    lane = tl.arange(0, BLOCK)[None, :]
     inside = lane < HALF
-    x1 = tl.load(x_ptr + lane, mask=inside, other=0.0)
-    x2 = tl.load(x_ptr + HALF + lane, mask=inside, other=0.0)
+    x1 = tl.load(x_ptr + lane, mask=inside & kept, other=0.0)
+    x2 = tl.load(x_ptr + HALF + lane, mask=inside & kept, other=0.0)
     dtype = x1.dtype
-    rest_lane = 2 * HALF + tl.arange(0, REST)
+    rest_lane = 2 * HALF + tl.arange(0, REST)[None, :]
     rest_inside = rest_lane < HEAD
-    rest = tl.load(x_ptr + rest_lane, mask=rest_inside, other=0.0)
+    rest = tl.load(x_ptr + rest_lane, mask=rest_inside & kept, other=0.0)
     if NORM:
         wide1 = x1.to(tl.float32)
         wide2 = x2.to(tl.float32)
         wide3 = rest.to(tl.float32)
-        squares = tl.sum(wide1 * wide1 + wide2 * wide2, axis=0) + tl.sum(wide3 * wide3, axis=0)
-        scale = tl.rsqrt(squares / HEAD + eps)
+        squares = tl.sum(wide1 * wide1 + wide2 * wide2, axis=1) + tl.sum(wide3 * wide3, axis=1)
+        scale = tl.rsqrt(squares / HEAD + eps)[:, None]
         x1 = _scaled(x1, norm_ptr, lane, inside, scale)
         x2 = _scaled(x2, norm_ptr, HALF + lane, inside, scale)
         rest = _scaled(rest, norm_ptr, rest_lane, rest_inside, scale)
@@ -66,9 +73,9 @@ def _head(
     b = x2.to(tl.float32)
     y1 = (a * cos).to(dtype).to(tl.float32) - (b * sin).to(dtype).to(tl.float32)
     y2 = (b * cos).to(dtype).to(tl.float32) + (a * sin).to(dtype).to(tl.float32)
-    tl.store(y_ptr + lane, y1.to(dtype), mask=lane + skip < HALF)
-    tl.store(y_ptr + HALF + lane, y2.to(dtype), mask=lane + skip < HALF)
-    tl.store(y_ptr + rest_lane, rest, mask=rest_lane + skip < HEAD)
+    tl.store(y_ptr + lane, y1.to(dtype), mask=inside & kept)
+    tl.store(y_ptr + HALF + lane, y2.to(dtype), mask=inside & kept)
+    tl.store(y_ptr + rest_lane, rest, mask=rest_inside & kept)
 
 
 @triton.jit
@@ -95,6 +102,7 @@ def _rotate_and_store_kernel(
     K_OUT: tl.constexpr,
     HALF: tl.constexpr,
     HEAD: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -103,25 +111,32 @@ def _rotate_and_store_kernel(
     begin_early(OVERLAP)
     wait_before(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1) * HEADS
     row = table_ptr + tl.load(positions_ptr + token) * (2 * HALF)
-    if head < Q_HEADS:
+    Q_END: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS * HEADS
+    if head < Q_END:
         x = q_ptr + token * q_stride + head * HEAD
         y = q_out_ptr + (token * Q_HEADS + head) * HEAD
-        _head(x, y, q_norm_ptr, row, eps, 0, NORM, HALF, HEAD, BLOCK, REST)
+        kept = Q_HEADS - head
+        _heads(x, y, q_norm_ptr, row, eps, kept, NORM, HALF, HEAD, HEADS, BLOCK, REST)
     else:
-        head -= Q_HEADS
+        head -= Q_END
+        kept = KV_HEADS - head
         slot = tl.load(slots_ptr + token)
-        skip = tl.where(slot >= 0, 0, SKIP)
+        cached = tl.where(slot >= 0, kept, 0)
         cache = (slot * KV_HEADS + head) * HEAD
         x = k_ptr + token * k_stride + head * HEAD
-        _head(x, k_cache_ptr + cache, k_norm_ptr, row, eps, skip, NORM, HALF, HEAD, BLOCK, REST)
+        y = k_cache_ptr + cache
+        _heads(x, y, k_norm_ptr, row, eps, cached, NORM, HALF, HEAD, HEADS, BLOCK, REST)
         if K_OUT:
             y = k_out_ptr + (token * KV_HEADS + head) * HEAD
-            _head(x, y, k_norm_ptr, row, eps, 0, NORM, HALF, HEAD, BLOCK, REST)
-        lane = tl.arange(0, WHOLE)
-        v = tl.load(v_ptr + token * v_stride + head * HEAD + lane, mask=lane < HEAD, other=0.0)
-        tl.store(v_cache_ptr + cache + lane, v, mask=lane + skip < HEAD)
+            _heads(x, y, k_norm_ptr, row, eps, kept, NORM, HALF, HEAD, HEADS, BLOCK, REST)
+        member = tl.arange(0, HEADS)[:, None]
+        lane = tl.arange(0, WHOLE)[None, :]
+        at = member * HEAD + lane
+        stored = (lane < HEAD) & (member < cached)
+        v = tl.load(v_ptr + token * v_stride + head * HEAD + at, mask=stored, other=0.0)
+        tl.store(v_cache_ptr + cache + at, v, mask=stored)
 
 
 def rotate_and_store(
@@ -156,7 +171,9 @@ def rotate_and_store(
     half = cos_sin.shape[1] // 2
     overlap = overlaps(q)
     q_norm, k_norm, eps = norms if norms is not None else (cos_sin, cos_sin, 0.0)
-    _rotate_and_store_kernel[(tokens, q_heads + kv_heads)](
+    heads = 1 if tokens <= _FEW_TOKENS else min(_HEADS, triton.next_power_of_2(kv_heads))
+    programs = triton.cdiv(q_heads, heads) + triton.cdiv(kv_heads, heads)
+    _rotate_and_store_kernel[(tokens, programs)](
         q,
         k,
         v,
@@ -179,12 +196,13 @@ def rotate_and_store(
         K_OUT=keep_k,
         HALF=half,
         HEAD=size,
+        HEADS=heads,
         BLOCK=triton.next_power_of_2(half),
         REST=triton.next_power_of_2(max(1, size - 2 * half)),
         WHOLE=triton.next_power_of_2(size),
         OVERLAP=overlap,
         launch_pdl=overlap,
-        num_warps=1,
+        num_warps=1 if heads < 4 else heads // 2,
         enable_fp_fusion=False,  # products are rounded before they are added
     )
     return q_out, k_out

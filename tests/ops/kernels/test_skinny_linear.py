@@ -96,7 +96,7 @@ def test_a_second_call_finds_the_arrivals_at_zero(device: torch.device) -> None:
 
 def test_defaults_split_alike_for_any_number_of_rows() -> None:
     for outputs, size in ((3072, 4096), (4096, 2048), (1024, 3072), (75968, 4096)):
-        configs = [default_config(rows, outputs, size, silu=False) for rows in (2, 32, 64, 128)]
+        configs = [default_config(outputs, size, silu=False)]
         assert len({(config.tile >= 64, config.splits) for config in configs}) == 1
 
 
