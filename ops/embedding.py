@@ -107,11 +107,12 @@ class ParallelLMHead(_VocabParallelWeight):
         super().__init__(vocab_size, hidden_size, weight, group=group, dtype=dtype, device=device)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> this rank's logits [rows, padded] float32; padding columns are -inf.
+        """[rows, hidden] -> this rank's logits [rows, padded] in the dtype of the weight, in which
+        the product is made, as transformers does; padding columns are -inf. Whoever computes with
+        them widens them first.
 
-        The caller gives only the rows whose logits are needed. The product is made in the dtype of
-        the weight, as transformers does."""
-        logits = product(hidden, self.weight).float()
+        The caller gives only the rows whose logits are needed."""
+        logits = product(hidden, self.weight)
         logits[:, self.shard.size :] = float("-inf")
         return logits
 

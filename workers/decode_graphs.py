@@ -89,7 +89,7 @@ class DecodeGraphs:
         self._models[size].replay()
 
     def logits(self, size: int) -> Tensor:
-        """Of the last replay of this size: [size, padded shard] float32."""
+        """Of the last replay of this size: [size, padded shard], as the head gives them."""
         return self._logits[size]
 
     def run_sampler(self, size: int, kind: SamplingClass) -> Tensor:

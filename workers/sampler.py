@@ -25,7 +25,7 @@ class Drawn:
 class Sampler(Protocol):
     """Collective: every rank calls the same methods with the same rows, in the same order.
 
-    `local` is this rank's shard of the logits, [rows, padded] float32, padding -inf.
+    `local` is this rank's shard of the logits, [rows, padded], padding -inf.
     `alternatives`: number of likeliest ids to report per row; -1: no logprobs at all."""
 
     @property

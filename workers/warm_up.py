@@ -47,7 +47,7 @@ def warm_up(
     rows = hidden[: config.max_num_seqs]
     logits = model.lm_head.gather(model.compute_logits(rows))
     if logits is not None:
-        logits.softmax(-1).sort(-1)  # the full sampler's largest temporaries
+        logits.float().softmax(-1).sort(-1)  # the full sampler's largest temporaries
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)

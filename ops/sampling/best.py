@@ -44,8 +44,9 @@ def unpack_id(best: Tensor) -> Tensor:
 
 
 def best_reference(local: Tensor, start: int, batch: SamplingBatch) -> Tensor:
-    """Packed best of `local` [rows, columns] float32, whose first column is vocabulary id `start`;
+    """Packed best of `local` [rows, columns], whose first column is vocabulary id `start`;
     greedy and temperature only. A row with NaN or +inf gives the largest int64."""
+    local = local.float()
     if batch.kind == SamplingClass.GUMBEL:
         return _best_drawn(local, start, batch.temperature, batch.seed, batch.position)
     return _best(local, local, start)

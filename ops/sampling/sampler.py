@@ -110,7 +110,8 @@ def process(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Ids [rows] int64 for logits [rows, vocab] float32; -1 for a row that is not usable."""
+    """Ids [rows] int64 for logits [rows, vocab]; -1 for a row that is not usable."""
+    logits = logits.float()
     if batch.kind == SamplingClass.FULL:
         logits = process(logits, batch)
     if batch.kind == SamplingClass.GREEDY:
@@ -159,9 +160,9 @@ class TopLogprobs(NamedTuple):
 
 
 def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> TopLogprobs:
-    """Of the unmodified distribution: `logits` [rows, vocab] float32; `chosen` [rows] int64, where
-    a negative id is treated as 0."""
-    logprobs = logits.log_softmax(-1)
+    """Of the unmodified distribution: `logits` [rows, vocab]; `chosen` [rows] int64, where a
+    negative id is treated as 0."""
+    logprobs = logits.float().log_softmax(-1)
     chosen = chosen.clamp(min=0)
     picked = logprobs.gather(-1, chosen[:, None])
     rank = (logprobs > picked).sum(-1) + 1

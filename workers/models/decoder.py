@@ -183,6 +183,6 @@ class CausalLM(nn.Module):
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> this rank's logits [rows, padded] float32 (see ParallelLMHead)."""
+        """[rows, hidden] -> this rank's logits [rows, padded] (see ParallelLMHead)."""
         logits: Tensor = self.lm_head(hidden)
         return logits
