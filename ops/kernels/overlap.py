@@ -31,7 +31,7 @@ def overlaps(x: Tensor) -> bool:
 @triton.jit
 def begin_early(OVERLAP: tl.constexpr):
     """The next kernel may begin."""
-    if OVERLAP:
+    if OVERLAP == 1:
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -40,3 +40,5 @@ def wait_before(OVERLAP: tl.constexpr):
     """Returns when the kernel before has ended."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
+        if OVERLAP == 2:
+            tl.extra.cuda.gdc_launch_dependents()
