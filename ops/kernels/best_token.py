@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_runtime.ops.kernels.overlap import begin_early, overlaps, wait_before
+from tp_runtime.ops.kernels.overlap import after_previous, overlaps
 
 PIECE = 4096
 _WORDS = 4
@@ -37,8 +37,7 @@ def _best_kernel(
     GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    begin_early(OVERLAP)
-    wait_before(OVERLAP)
+    after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     column = piece * (GROUPS * 4) + tl.arange(0, GROUPS * 4)

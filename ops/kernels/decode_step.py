@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_runtime.ops.kernels.overlap import begin_early, overlaps, wait_before
+from tp_runtime.ops.kernels.overlap import after_previous, overlaps
 
 _ROWS = 64
 
@@ -34,8 +34,7 @@ def _begin_kernel(
     ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    begin_early(OVERLAP)
-    wait_before(OVERLAP)
+    after_previous(OVERLAP)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     active = inside & (row < tl.load(num_rows_ptr))
@@ -64,8 +63,7 @@ def _end_kernel(
     PIECES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    begin_early(OVERLAP)
-    wait_before(OVERLAP)
+    after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, PIECES)
     lowest = -0x7FFFFFFFFFFFFFFF

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_runtime.ops.kernels.overlap import begin_early, overlaps, wait_before
+from tp_runtime.ops.kernels.overlap import after_previous, overlaps
 
 SETS = 2
 
@@ -136,14 +136,13 @@ def _all_reduce_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    begin_early(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     word = tl.arange(0, BLOCK)
     inside = word < WORDS
     norm = word
     if NORM:
         norm = tl.load(norm_ptr + word, mask=inside, other=0)
-    wait_before(OVERLAP)
+    after_previous(OVERLAP)
     at = row * WORDS + word
     turn = tl.load(turns_ptr + row) + 1
     mine = tl.load(x_ptr + at, mask=inside, other=0)
@@ -189,8 +188,7 @@ def _all_gather_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    begin_early(OVERLAP)
-    wait_before(OVERLAP)
+    after_previous(OVERLAP)
     word = tl.arange(0, BLOCK)
     inside = word < words
     turn = tl.load(turns_ptr) + 1

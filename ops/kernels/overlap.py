@@ -1,10 +1,13 @@
-"""Programmatic dependent launch: a kernel starts while the one before it still runs.
+"""Programmatic dependent launch: a kernel is put in place while the one before it still runs.
 
-With it a kernel calls `begin_early` first: the next kernel may be put on the multiprocessors as
-soon as there is room. Then it may read what no kernel writes (weights), and calls `wait_before`
-ahead of everything else: that returns when the kernel before has ended and its writes are seen.
-Every kernel that is launched this way must wait before its first write, too, or it would overwrite
-what an earlier one still reads. Both calls do nothing in a kernel that is launched as usual.
+A kernel launched this way may at once read what no kernel writes (weights), and calls
+`after_previous` ahead of everything else: that returns when the kernel before has ended and its
+writes are seen. Every such kernel must call it before its first write, too, or it would overwrite
+what an earlier one still reads. The call does nothing in a kernel that is launched as usual.
+
+It also lets the next kernel come, no earlier: programs that come while the kernel before the one
+before still runs are spread unevenly over the processors, and attention was 4 to 12 us slower for
+it on an H200.
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
 
@@ -29,16 +32,8 @@ def overlaps(x: Tensor) -> bool:
 
 
 @triton.jit
-def begin_early(OVERLAP: tl.constexpr):
-    """The next kernel may begin."""
-    if OVERLAP == 1:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def wait_before(OVERLAP: tl.constexpr):
-    """Returns when the kernel before has ended."""
+def after_previous(OVERLAP: tl.constexpr):
+    """Returns when the kernel before has ended; the next one may be put in place."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-        if OVERLAP == 2:
-            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()

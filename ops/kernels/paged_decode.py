@@ -20,10 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tp_runtime.ops.kernels.join_shares import join_shares
-from tp_runtime.ops.kernels.overlap import begin_early, overlaps, wait_before
+from tp_runtime.ops.kernels.overlap import after_previous, overlaps
 from tp_runtime.ops.kernels.tiles import kv_tile, precision_of
 
-_MAX_SPLITS = 128
 _JOINED_NUMBERS = 64
 """Float32 numbers of partial results per thread that are joined at a time: a quarter of its
 registers."""
@@ -128,7 +127,6 @@ def _paged_decode_kernel(
     JOIN_G: tl.constexpr,
     JOIN_S: tl.constexpr,
 ):
-    begin_early(OVERLAP)
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -137,7 +135,7 @@ def _paged_decode_kernel(
     mask = (member < GROUP)[:, None] & (lane < HEAD)[None, :]
     head = kv_head * GROUP + member
     q_offset = row * q_stride + head[:, None] * q_head_stride + lane[None, :]
-    wait_before(OVERLAP)
+    after_previous(OVERLAP)
     context = tl.load(contexts_ptr + row)
     q = tl.load(q_ptr + q_offset, mask=mask, other=0.0)
 
@@ -193,15 +191,17 @@ def default_config(
     """For `rows` sequences of up to `longest` visible tokens on `processors` multiprocessors.
 
     Few sequences are cut as finely as it takes to load from all multiprocessors at once. Many fill
-    them anyway and are cut so that a long one does not finish alone."""
+    them anyway, and joining costs more than uneven lengths do; only one that is much longer than
+    others must not be left to a single program. Measured on an H200, 1 to 256 rows, 8 and 4 KV
+    heads, contexts of 100 to 20,000."""
     tile, _ = kv_tile(head_size, dtype)
     items = max(1, rows * kv_heads)
     if items < processors:
-        least, wanted = 64, triton.cdiv(2 * processors, items)
+        least, stages, wanted = 64, 2, min(66, triton.cdiv(4 * processors, items))
     else:
-        least, wanted = 256, min(4, max(2, triton.cdiv(12 * processors, items)))
-    splits = max(1, min(wanted, triton.cdiv(longest, least), _MAX_SPLITS))
-    return DecodeConfig(tile, 4, 3, splits, least)
+        least, stages, wanted = 2048, 3, max(3, min(8, 4096 // items))
+    splits = max(1, min(wanted, triton.cdiv(longest, least)))
+    return DecodeConfig(tile, 4, stages, splits, least)
 
 
 def paged_decode(

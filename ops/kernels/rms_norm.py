@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_runtime.ops.kernels.overlap import begin_early, overlaps, wait_before
+from tp_runtime.ops.kernels.overlap import after_previous, overlaps
 
 _ELEMENTS_PER_PROGRAM = 1024
 """Short rows (heads of 64 to 256 elements) are handled several at a time."""
@@ -36,8 +36,7 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    begin_early(OVERLAP)
-    wait_before(OVERLAP)
+    after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < SIZE)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_runtime.ops.kernels.overlap import begin_early, overlaps, wait_before
+from tp_runtime.ops.kernels.overlap import after_previous, overlaps
 
 _FEW_TOKENS = 16
 """Up to so many tokens, a program for each head fills a GPU and ends sooner."""
@@ -108,8 +108,7 @@ def _rotate_and_store_kernel(
     WHOLE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    begin_early(OVERLAP)
-    wait_before(OVERLAP)
+    after_previous(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS
     row = table_ptr + tl.load(positions_ptr + token) * (2 * HALF)

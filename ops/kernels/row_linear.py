@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_runtime.ops.kernels.overlap import begin_early, overlaps, wait_before
+from tp_runtime.ops.kernels.overlap import after_previous, overlaps
 
 
 class RowConfig(NamedTuple):
@@ -68,7 +68,6 @@ def _row_linear_kernel(
     COLUMNS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    begin_early(OVERLAP)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_inside = row < outputs
     base = weight_ptr + row.to(tl.int64)[:, None] * weight_stride
@@ -80,7 +79,7 @@ def _row_linear_kernel(
     first_w2 = first_w
     if SILU:
         first_w2 = tl.load(second + column[None, :], mask=inside, other=0.0)
-    wait_before(OVERLAP)
+    after_previous(OVERLAP)
     scale = 1.0
     if NORM:
         whole = tl.arange(0, K_BLOCK)

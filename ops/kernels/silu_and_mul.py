@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_runtime.ops.kernels.overlap import begin_early, overlaps, wait_before
+from tp_runtime.ops.kernels.overlap import after_previous, overlaps
 
 _BLOCK = 1024
 
@@ -19,8 +19,7 @@ _BLOCK = 1024
 def _silu_and_mul_kernel(
     x_ptr, y_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):
-    begin_early(OVERLAP)
-    wait_before(OVERLAP)
+    after_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE

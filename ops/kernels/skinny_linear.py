@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tp_runtime.ops.kernels.overlap import begin_early, wait_before
+from tp_runtime.ops.kernels.overlap import after_previous
 
 MAX_ROWS = 128
 _MIN_ROWS = 16
@@ -150,11 +150,10 @@ def _skinny_linear_kernel(
     # Rows past the last are the last one: read, multiplied, never stored.
     line = tl.minimum(first + member % OUTPUTS, outputs - 1) + member // OUTPUTS * outputs
     base = weight_ptr + line.to(tl.int64)[:, None] * weight_stride
-    begin_early(OVERLAP)
     if OVERLAP and AHEAD:  # W is not written by the kernel before this one; x may be
         early = tl.minimum(begin + tl.arange(0, AHEAD // LINE) * LINE, end - LINE)
         _prefetch(base + early[None, :])
-    wait_before(OVERLAP)
+    after_previous(OVERLAP)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     x_base = x_ptr + row[:, None] * x_stride

@@ -164,8 +164,9 @@ def test_what_it_cannot_take_is_refused(device: torch.device) -> None:
 
 def test_few_rows_are_cut_finely_and_many_into_few_shares() -> None:
     shape: dict[str, Any] = {"head_size": 128, "dtype": torch.bfloat16, "processors": 132}
-    assert default_config(1, 8, longest=32_768, **shape).splits == 33
+    assert default_config(1, 8, longest=32_768, **shape).splits == 66
     assert default_config(1, 4, longest=32_768, **shape).splits == 66
     assert default_config(1, 8, longest=256, **shape).splits == 4
-    assert default_config(256, 8, longest=32_768, **shape).splits == 2
+    assert default_config(256, 8, longest=32_768, **shape).splits == 3
+    assert default_config(256, 8, longest=4096, **shape).splits == 2
     assert default_config(0, 8, longest=0, **shape).splits == 1
