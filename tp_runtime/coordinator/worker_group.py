@@ -21,6 +21,7 @@ from tp_runtime.coordinator.host import Host, RankMessage
 from tp_runtime.coordinator.local_host import LocalHost
 from tp_runtime.coordinator.recovery_clock import Part, RecoveryClock
 from tp_runtime.coordinator.restart_limit import RestartLimit
+from tp_runtime.coordinator.start_log import log_start
 from tp_runtime.engine_config import EngineConfig
 from tp_runtime.messages import (
     RankStatus,
@@ -37,8 +38,6 @@ from tp_runtime.transport.loop_socket import Watcher
 __all__ = ["CacheAgreement", "Doors", "GroupEvents", "GroupState", "WorkerGroup"]
 
 logger = logging.getLogger(__name__)
-
-_LONG_START_S = 3.0
 
 KILL_DEADLINE_S = 5.0
 """A worker that was killed and has not been reaped by then has a keeper that does not work."""
@@ -210,16 +209,8 @@ class WorkerGroup:
             self._enter(GroupState.READY)
             self._worked = True
             self.recovery.enter(Part.PREFILL)
-            self._log_start(message)
+            log_start(message)
             self._events.on_ready(agreement.with_graphs(message.graph_sizes))
-
-    @staticmethod
-    def _log_start(message: WorkerReady) -> None:
-        """Where a start that made somebody wait spent its time."""
-        seconds = sum(message.start_s.values())
-        if seconds > _LONG_START_S:
-            parts = ", ".join(f"{part} {took:.2f}" for part, took in message.start_s.items())
-            logger.warning("Rank %d started in %.1f s: %s.", message.rank, seconds, parts)
 
     # ------------------------------------------------------------ failure
 
