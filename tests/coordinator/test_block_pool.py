@@ -24,7 +24,7 @@ def test_released_blocks_are_free_again():
 def test_a_shared_block_is_free_only_after_its_last_holder():
     pool = BlockPool(2)
     table = pool.allocate(1)
-    pool.register(table[0], A)
+    pool.register(table[:1], [A])
     pool.share(table)
     pool.release(table)
     assert pool.num_free == 1
@@ -36,8 +36,7 @@ def test_a_shared_block_is_free_only_after_its_last_holder():
 def test_known_contents_are_found_after_the_last_holder_let_go():
     pool = BlockPool(3)
     table = pool.allocate(2)
-    pool.register(table[0], A)
-    pool.register(table[1], B)
+    pool.register(table, [A, B])
     pool.release(table)
     assert pool.find([A, B, C]) == table
     assert pool.find([B]) == [table[1]]
@@ -51,8 +50,8 @@ def test_known_contents_are_found_after_the_last_holder_let_go():
 def test_plain_free_blocks_go_before_known_ones_and_those_least_recently_used_first():
     pool = BlockPool(4)
     first, second, plain = pool.allocate(1), pool.allocate(1), pool.allocate(1)
-    pool.register(first[0], A)
-    pool.register(second[0], B)
+    pool.register(first[:1], [A])
+    pool.register(second[:1], [B])
     pool.release(second)
     pool.release(first)
     pool.release(plain)
@@ -65,8 +64,8 @@ def test_plain_free_blocks_go_before_known_ones_and_those_least_recently_used_fi
 def test_using_a_known_block_again_makes_it_the_youngest():
     pool = BlockPool(2)
     a, b = pool.allocate(1), pool.allocate(1)
-    pool.register(a[0], A)
-    pool.register(b[0], B)
+    pool.register(a[:1], [A])
+    pool.register(b[:1], [B])
     pool.release(a)
     pool.release(b)
     pool.share(a)
@@ -77,8 +76,7 @@ def test_using_a_known_block_again_makes_it_the_youngest():
 def test_the_end_of_a_table_is_evicted_before_its_beginning():
     pool = BlockPool(2)
     table = pool.allocate(2)
-    pool.register(table[0], A)
-    pool.register(table[1], B)
+    pool.register(table, [A, B])
     pool.release(table)
     assert pool.allocate(1) == [table[1]]
     assert pool.find([A, B]) == [table[0]]
@@ -88,8 +86,8 @@ def test_a_duplicate_stays_with_its_holder_and_the_first_one_is_found():
     """The fault: the duplicate took over the hash, and releasing it lost the other's contents."""
     pool = BlockPool(3)
     first, second = pool.allocate(1), pool.allocate(1)
-    pool.register(first[0], A)
-    pool.register(second[0], A)
+    pool.register(first[:1], [A])
+    pool.register(second[:1], [A])
     assert pool.find([A]) == first
     pool.release(second)
     assert pool.find([A]) == first
@@ -101,8 +99,7 @@ def test_a_duplicate_stays_with_its_holder_and_the_first_one_is_found():
 def test_forgotten_contents_are_not_found_and_the_holder_keeps_the_block():
     pool = BlockPool(2)
     table = pool.allocate(2)
-    pool.register(table[0], A)
-    pool.register(table[1], B)
+    pool.register(table, [A, B])
     pool.release(table[1:])
     pool.forget(table[0])
     pool.forget(table[1])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from tests.coordinator.driving import Drive, check_outputs, make_limits, make_seq
-from tp_runtime.coordinator.sequence import SeqKey
+from tp_runtime.coordinator import block_tables
+from tp_runtime.coordinator.sequence import SeqKey, Sequence
 
 PROMPT = [(5 * i) % 31 for i in range(24)]
 
@@ -91,6 +93,99 @@ def _starts_after_commit(drive: Drive) -> int:
     plan = drive.plan()
     assert plan is not None
     return plan.chunks[0].start
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("time_to_spare", [False, True])
+def test_what_a_running_request_generated_is_found_up_to_its_newest_fed_token(
+    block_size, time_to_spare
+):
+    drive = Drive(make_limits(max_num_batched_tokens=100, block_size=block_size))
+    drive.add(make_seq("first", PROMPT, 30))
+    for _ in range(24):
+        drive.fill_window()
+        drive.commit()
+        if time_to_spare:
+            drive.scheduler.do_spare_work()
+    turn = PROMPT + drive.outputs[SeqKey("first")] + [1, 2, 3]
+    assert len(turn) == 24 + 24 + 3
+    assert drive.scheduler.find(SeqKey("first")) is not None
+    assert _starts(drive, make_seq("next", turn, 5)) == [47 // block_size * block_size]
+
+
+def test_of_two_that_say_the_same_the_one_that_goes_on_is_found_to_its_end():
+    """The blocks of the first end are known then, those behind them only to the one that runs."""
+    drive = Drive(make_limits(max_num_batched_tokens=100))
+    drive.add(make_seq("short", PROMPT, 10), make_seq("long", PROMPT, 30))
+    while len(drive.outputs[SeqKey("long")]) < 25:
+        drive.round()
+    assert drive.ends == {SeqKey("short"): "length"}
+    turn = PROMPT + drive.outputs[SeqKey("long")][:25] + [1, 2, 3]
+    assert _starts(drive, make_seq("next", turn, 5)) == [48]
+
+
+def test_an_arrival_hashes_no_more_of_others_than_it_has_tokens_itself():
+    drive = Drive(make_limits(max_num_batched_tokens=100))
+    drive.add(make_seq("first", PROMPT, 36), make_seq("other", [40, *PROMPT], 36))
+    for _ in range(35):
+        drive.fill_window()
+        drive.commit()
+    first, other = (drive.scheduler.find(SeqKey(name)) for name in ("first", "other"))
+    assert first is not None and other is not None
+    turn = PROMPT + drive.outputs[SeqKey("first")][:9]
+    assert _plan_starts(drive, make_seq("next", turn, 2)) == [32]
+    assert (first.num_registered, other.num_registered) == (8, 6)
+    drive.run()
+    check_outputs(drive)
+
+
+def _plan_starts(drive: Drive, seq: Sequence) -> list[int]:
+    drive.add(seq)
+    plan = drive.plan()
+    assert plan is not None
+    return [chunk.start for chunk in plan.chunks]
+
+
+def test_blocks_that_never_found_time_are_known_all_the_same(monkeypatch):
+    monkeypatch.setattr(block_tables, "FEW_LATE", 1)
+    monkeypatch.setattr(block_tables, "MOST_LATE", 3)
+    drive = Drive(make_limits(max_num_batched_tokens=100, block_size=1))
+    drive.add(make_seq("first", [1, 2, 3], 30))
+    seq = drive.seqs[SeqKey("first")]
+    late = []
+    for _ in range(28):
+        drive.fill_window()
+        drive.commit()
+        late.append(len(seq.blocks) - seq.num_registered)
+    assert 3 <= max(late) <= 3 + 2 + 2  # and the window
+
+
+def test_time_to_spare_is_used_in_small_portions_until_nothing_is_left(monkeypatch):
+    monkeypatch.setattr(block_tables, "AT_ONCE", 3)
+    drive = Drive(make_limits(max_num_batched_tokens=100, block_size=1, num_blocks=200))
+    drive.add(make_seq("a", PROMPT, 30), make_seq("b", [40, *PROMPT], 30))
+    scheduler, known = drive.scheduler, []
+    for _ in range(20):
+        drive.fill_window()
+        drive.commit()
+    assert scheduler.has_spare_work
+    while scheduler.has_spare_work:
+        known.append(scheduler.stats().blocks_cached)
+        scheduler.do_spare_work()
+    steps = [b - a for a, b in pairwise(known)]
+    assert set(steps) <= {1, 2, 3} and len(steps) > 10
+    assert scheduler.stats().blocks_cached == 24 + 25 + 2 * 19
+    drive.run()
+    check_outputs(drive)
+
+
+def test_without_a_cache_nothing_waits_for_time_to_spare():
+    drive = Drive(make_limits(enable_prefix_caching=False, block_size=1))
+    drive.add(make_seq("first", PROMPT, 30))
+    for _ in range(24):
+        drive.fill_window()
+        drive.commit()
+    assert not drive.scheduler.has_spare_work
 
 
 def test_only_chunks_that_were_planned_are_found():

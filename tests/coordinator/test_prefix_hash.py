@@ -37,6 +37,13 @@ def test_hashes_are_equal_exactly_where_all_ids_so_far_are(a, b, block_size):
         assert (x == y) == (a[:end] == b[:end])
 
 
+@given(ids, st.integers(0, 30), st.integers(1, 5))
+def test_no_more_blocks_are_hashed_than_asked_for(all_ids, stop, block_size):
+    found: list[bytes] = []
+    extend_hashes(found, array("i", all_ids), block_size, stop)
+    assert found == _hashes(all_ids, block_size)[:stop]
+
+
 @given(ids, st.integers(0, 24), st.integers(1, 5))
 def test_extending_later_gives_the_same_as_at_once(all_ids, cut, block_size):
     found = _hashes(all_ids[:cut], block_size)

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest.mock import patch
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.coordinator.driving import Drive, check_outputs, make_limits, make_seq, with_grammar
 from tests.coordinator.fake_worker import logprob_of
+from tp_runtime.coordinator import block_tables
 from tp_runtime.coordinator.sequence import Sequence
 from tp_runtime.errors import InvalidRequestError, OverloadedError
+from tp_runtime.messages import StepPlan
 
 VOCAB_SIZE = 8
 
@@ -91,6 +94,8 @@ def _act(drive: Drive, rng: random.Random, action: str, name: int) -> None:
         drive.make_masks()
     elif action == "crash":
         drive.crash()
+    elif action == "spare":
+        scheduler.do_spare_work()
     elif action == "only":
         alive = [key for key in drive.seqs if key not in drive.ends]
         scheduler.admit_only(rng.sample(alive, min(len(alive), 2)))
@@ -104,7 +109,7 @@ actions = st.lists(
         + ["plan"] * 8
         + ["commit"] * 6
         + ["masks"] * 3
-        + ["cancel", "preempt", "crash", "only", "all"]
+        + ["cancel", "preempt", "crash", "only", "all", "spare"]
     ),
     min_size=40,
     max_size=160,
@@ -115,6 +120,7 @@ actions = st.lists(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
 @given(limits=limits, actions=actions, seed=st.integers(0, 2**16))
+@patch.multiple(block_tables, FEW_LATE=1, MOST_LATE=4, AT_ONCE=2)
 def test_every_request_gets_its_own_tokens_and_no_block_is_lost(limits, actions, seed):
     drive = Drive(make_limits(**limits))
     rng = random.Random(seed)
@@ -139,3 +145,40 @@ def _check_prompt_logprobs(drive: Drive) -> None:
         assert entries[0] is None
         wanted = [logprob_of(p, seq.tokens[p]) for p in range(1, seq.prompt_len)]
         assert [entry.chosen for entry in entries[1:] if entry is not None] == wanted
+
+
+class _ToldAtOnce(Drive):
+    """Its prefix cache learns of every block as soon as its contents are known."""
+
+    def plan(self) -> StepPlan | None:
+        tables = self.scheduler._tables
+        for seq in tables._open:
+            tables.offer(seq)
+        return super().plan()
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(block_size=st.sampled_from([1, 2, 4]), actions=actions, seed=st.integers(0, 2**16))
+@patch.multiple(block_tables, FEW_LATE=2, MOST_LATE=20, AT_ONCE=3)
+def test_late_offers_cost_no_hit_on_what_runs(block_size, actions, seed):
+    """Prompts go on from what others generate, with room enough that nothing is given up."""
+    limits = make_limits(
+        vocab_size=3, block_size=block_size, num_blocks=4000, max_num_queued_requests=200
+    )
+    cached = []
+    for kind in (Drive, _ToldAtOnce):
+        drive, rng = kind(limits), random.Random(seed)
+        for name, action in enumerate(actions):
+            if action == "add":
+                prompt = [1] * rng.randint(1, 6)
+                if drive.seqs and rng.random() < 0.8:
+                    other = rng.choice(list(drive.seqs.values())).tokens.tolist()
+                    prompt = other[: rng.randint(1, 40)] + prompt[:1]
+                drive.add(make_seq(name, prompt, rng.randint(1, 20), seed=rng.randrange(2)))
+            elif action != "crash":
+                _act(drive, rng, action, name)
+        drive.scheduler.admit_only(None)
+        drive.run()
+        check_outputs(drive)
+        cached.append({key: seq.num_cached_tokens for key, seq in drive.seqs.items()})
+    assert cached[0] == cached[1]

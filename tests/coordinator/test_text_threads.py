@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Iterator
 
@@ -309,6 +310,33 @@ def test_steps_that_piled_up_reach_the_client_as_one_delta_per_sample(harness: H
     assert tokens == {"r": [4, 5, 6, 7, 8], "s": [4, 5, 6, 7, 8]}
     assert [d.finish_reason for d in message.deltas if d.request_id == "r"][-1] == "stop"
     assert len([d for d in message.deltas if d.request_id == "s"]) == 2  # plain, and the rest
+
+
+def test_steps_handed_over_one_by_one_while_the_thread_was_busy_are_one_delta_too(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault: each took as long as a step of its own, so that a thread which was behind fell
+    back further and further, and clients heard nothing for seconds."""
+    seq = harness.submitted(b"a", "r", detokenize=False).sequences[0]
+    harness.texts.updates([SequenceUpdate(seq, 3)])
+    harness.settle()
+    before, send = len(harness.messages(b"a")), harness.texts._send
+    busy, go_on = threading.Event(), threading.Event()
+
+    def slow(messages: list[Outgoing]) -> None:
+        busy.set()
+        assert go_on.wait(5)
+        send(messages)
+
+    monkeypatch.setattr(harness.texts, "_send", slow)
+    for token_id in (4, 5, 6, 7):
+        harness.texts.steps([steady([seq], [[token_id]])])
+        assert busy.wait(5)  # with the first; the others pile up
+    go_on.set()
+    harness.settle()
+    outputs = [m for m in harness.messages(b"a")[before:] if isinstance(m, Outputs)]
+    ids = [unpack_ids(delta.token_ids) for message in outputs for delta in message.deltas]
+    assert ids == [[4], [5, 6, 7]]
 
 
 def test_a_fault_of_the_output_thread_ends_the_streams_it_would_tear(

@@ -1,4 +1,4 @@
-"""Takes answers for the scheduler: tokens to their sequences, counted, blocks to the prefix cache.
+"""Takes answers for the scheduler: tokens to their sequences, and counted.
 
 What an answer means is read by `answers`; who ends with it is the scheduler's to act on.
 """
@@ -6,17 +6,12 @@ What an answer means is read by `answers`; who ends with it is the scheduler's t
 from __future__ import annotations
 
 from tp_runtime.coordinator.answers import check_answer, count_steady, read_answer, take_steady
-from tp_runtime.coordinator.block_tables import BlockTables
 from tp_runtime.coordinator.limits import SchedulerLimits
 from tp_runtime.coordinator.scheduler_stats import SchedulerCounters
 from tp_runtime.coordinator.sequence import SequenceUpdate, SteadyTokens
 from tp_runtime.coordinator.steps_in_flight import StepRecord, StepsInFlight
 from tp_runtime.coordinator.watched_ids import WatchedIds
 from tp_runtime.messages import Answer
-
-REGISTER_EVERY = 8
-"""Blocks of generated tokens are offered to the prefix cache so many at a time (a third of the cost
-of one by one) and at the end; the order number spreads this over the steps."""
 
 
 class AnswerReader:
@@ -28,14 +23,12 @@ class AnswerReader:
         limits: SchedulerLimits,
         in_flight: StepsInFlight,
         watched: WatchedIds,
-        tables: BlockTables,
         counters: SchedulerCounters,
     ) -> None:
         self._generation = generation
         self._vocab_size = limits.vocab_size
         self._in_flight = in_flight
         self._watched = watched
-        self._tables = tables
         self._counters = counters
 
     def take_steady(self, answers: list[Answer]) -> SteadyTokens | None:
@@ -48,7 +41,7 @@ class AnswerReader:
             return None
         steady = take_steady(answers[:number], in_flight.rows)
         for _ in range(number):
-            self.register(in_flight.answered())
+            in_flight.answered()
         self._counters.generated_tokens += number * len(steady.rows)
         return steady
 
@@ -64,9 +57,3 @@ class AnswerReader:
         self._counters.generated_tokens += tokens
         self._counters.dropped_tokens += len(ids) - tokens
         return record, updates
-
-    def register(self, record: StepRecord) -> None:
-        """Offers the blocks that `record`, which is answered, has filled to the prefix cache."""
-        for seq in record.grown:
-            if (len(seq.blocks) + seq.order) % REGISTER_EVERY == 0 and seq.is_alive:
-                self._tables.register(seq, len(seq.tokens) - 1)

@@ -8,10 +8,10 @@ sequence, -1), logprobs, or sequences that ended meanwhile lead to the pass that
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable
 
 from tp_runtime.coordinator.admission import stop_reason
+from tp_runtime.coordinator.packed_ids import all_below, columns
 from tp_runtime.coordinator.sequence import (
     Sequence,
     SequenceState,
@@ -40,8 +40,7 @@ def check_answer(
             f"The answer to step {record.step} has {len(ids)} token ids; "
             f"{len(record.sampled)} rows were to be sampled."
         )
-    # Read without sign, a negative id is larger than any vocabulary: one pass finds both faults.
-    if ids and max(memoryview(answer.token_ids).cast("I")) >= vocab_size:
+    if not all_below(answer.token_ids, vocab_size):
         _check_range(ids, record.step, vocab_size)
     return ids
 
@@ -63,8 +62,8 @@ def count_steady(
         due = (generation, record.step) == (answer.generation, answer.step)
         if not due or answer.logprobs or len(answer.token_ids) != 4 * len(rows):
             break
-        ids = memoryview(answer.token_ids).cast("I")  # without sign, so that -1 is the largest
-        if max(ids) >= vocab_size or not (watched.nobody or watched.ids.isdisjoint(ids)):
+        ids = answer.token_ids
+        if not all_below(ids, vocab_size) or watched.maybe_in(ids):
             break
         count += 1
     return count
@@ -72,15 +71,10 @@ def count_steady(
 
 def take_steady(answers: list[Answer], rows: tuple[Sequence, ...]) -> SteadyTokens:
     """Appends the ids of all these answers, which `count_steady` has counted."""
-    ids = b"".join([answer.token_ids for answer in answers])
-    if len(answers) == 1:
-        columns = [ids[at : at + 4] for at in range(0, len(ids), 4)]
-    else:
-        table, width = array("i", ids), len(rows)
-        columns = [table[row::width].tobytes() for row in range(width)]
-    for seq, column in zip(rows, columns, strict=True):
+    new = columns([answer.token_ids for answer in answers])
+    for seq, column in zip(rows, new, strict=True):
         seq.tokens.frombytes(column)
-    return SteadyTokens(rows, columns, len(answers))
+    return SteadyTokens(rows, new, len(answers))
 
 
 def _check_range(ids: list[int], step: int, vocab_size: int) -> None:

@@ -40,15 +40,17 @@ class BlockPool:
         """`count` blocks with one reference each and no known contents.
 
         The caller has made sure that `num_free` is large enough."""
-        taken: list[int] = []
-        for _ in range(count):
-            if self._free:
-                block = self._free.pop()
-            else:
-                block, _none = self._cached.popitem(last=False)
-                self.forget(block)
-            self._references[block] = 1
+        plain = len(self._free) - min(count, len(self._free))
+        taken = self._free[plain:]
+        del self._free[plain:]
+        taken.reverse()
+        for _ in range(count - len(taken)):
+            block, _none = self._cached.popitem(last=False)
+            self.forget(block)
             taken.append(block)
+        references = self._references
+        for block in taken:
+            references[block] = 1
         return taken
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
@@ -77,23 +79,27 @@ class BlockPool:
 
         The end of the table becomes the older part: a prefix is worth more than what follows it,
         and without it the rest cannot be found."""
+        references, hash_of = self._references, self._hash_of
+        free, cached = self._free, self._cached
         for block in reversed(blocks):
-            left = self._references[block] = self._references[block] - 1
+            left = references[block] = references[block] - 1
             if left == 0:
-                if self._hash_of[block] is None:
-                    self._free.append(block)
+                if hash_of[block] is None:
+                    free.append(block)
                 else:
-                    self._cached[block] = None
+                    cached[block] = None
             elif left < 0:
                 raise TPRuntimeError(f"KV block {block} was freed twice.")
 
-    def register(self, block: int, digest: bytes) -> None:
-        """The contents of a held block are those of `digest`.
+    def register(self, blocks: Iterable[int], hashes: Iterable[bytes]) -> None:
+        """The contents of these held blocks are those of `hashes`, of each in turn.
 
         When another block has them already, that one stays the one to be found; this one is an
         ordinary block of its holder and free of contents afterwards."""
-        if self._block_of.setdefault(digest, block) == block:
-            self._hash_of[block] = digest
+        find_or_set, hash_of = self._block_of.setdefault, self._hash_of
+        for block, digest in zip(blocks, hashes, strict=True):
+            if find_or_set(digest, block) == block:
+                hash_of[block] = digest
 
     def forget(self, block: int) -> None:
         """The contents of `block` can no longer be found; its holders keep it."""

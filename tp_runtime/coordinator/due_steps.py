@@ -1,7 +1,7 @@
 """What will be due for decode rows at steps known ahead: their next block, their last token.
 
 Every decode row runs in every step, so both are known when it starts to decode. A steady step then
-looks at one bucket and not at all rows.
+looks at one bucket of each and not at all rows.
 """
 
 from __future__ import annotations
@@ -26,10 +26,6 @@ class DueSteps:
             if not bucket:
                 del self._buckets[step]
 
-    def count(self, step: int) -> int:
-        bucket = self._buckets.get(step)
-        return len(bucket) if bucket else 0
-
     def take(self, step: int) -> list[Sequence]:
         """Removes and returns what is due at `step`, in the order it was added."""
         bucket = self._buckets.pop(step, None)
@@ -40,41 +36,43 @@ class DueSteps:
 
 
 class DecodeDue:
-    """`blocks`: rows that begin a block, by the step that feeds its first position. `ends`: rows by
-    the step that samples their last token."""
+    """`ends`: rows by the step that samples their last token."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self.blocks = DueSteps()
+        self._growing: list[dict[Sequence, None]] = [{} for _ in range(block_size)]
+        """Rows by the remainder of the steps in which they begin a block: every step feeds one
+        position of each, so that a row stays where it is for as long as it decodes."""
         self.ends = DueSteps()
 
     def start(self, seq: Sequence, step: int, to_sample: int) -> None:
         """`step` samples the first token after the prefill, `to_sample` follow. The decode step
         after `step` feeds position len(tokens)."""
-        seq.end_due = step + to_sample
-        self.ends.add(seq.end_due, seq)
-        places = len(seq.blocks) * self._block_size - len(seq.tokens)
-        seq.block_due = step + places + 1
-        self.blocks.add(seq.block_due, seq)
+        self._begin(seq, step + to_sample, step + 1 - len(seq.tokens))
 
     def resume(self, seq: Sequence, step: int, to_sample: int) -> None:
         """A row whose tokens are all known decodes again: `step` feeds the newest one and samples
         the first of `to_sample`."""
-        seq.end_due = step + to_sample - 1
-        self.ends.add(seq.end_due, seq)
-        seq.block_due = step + len(seq.blocks) * self._block_size - len(seq.tokens) + 1
-        self.blocks.add(seq.block_due, seq)
+        self._begin(seq, step + to_sample - 1, step + 1 - len(seq.tokens))
 
-    def grown(self, seqs: list[Sequence], step: int) -> None:
-        """These took their block at `step` and will need the next one when it is full."""
-        for seq in seqs:
-            seq.block_due = step + self._block_size
-            self.blocks.add(seq.block_due, seq)
+    def _begin(self, seq: Sequence, end_due: int, origin: int) -> None:
+        """Position p of `seq` is fed by step `origin` + p."""
+        seq.end_due = end_due
+        self.ends.add(end_due, seq)
+        seq.block_phase = origin % self._block_size
+        self._growing[seq.block_phase][seq] = None
+
+    def growing(self, step: int) -> list[Sequence]:
+        """Rows that begin a block in `step`, which feeds the first position of it."""
+        return list(self._growing[step % self._block_size])
+
+    def num_growing(self, step: int) -> int:
+        return len(self._growing[step % self._block_size])
 
     def drop(self, seq: Sequence) -> None:
         """A decode row is gone."""
-        self.blocks.discard(seq.block_due, seq)
+        self._growing[seq.block_phase].pop(seq, None)
         self.ends.discard(seq.end_due, seq)
 
     def __len__(self) -> int:
-        return len(self.blocks) + len(self.ends)
+        return sum(map(len, self._growing)) + len(self.ends)

@@ -28,12 +28,14 @@ class EventLoop:
             with contextlib.suppress(OSError):
                 self._epoll.unregister(fd)
 
-    def turn(self, timeout_s: float) -> None:
-        """Waits for at most `timeout_s` and runs the callbacks that are due."""
-        for fd, _ in self._epoll.poll(timeout_s):
+    def turn(self, timeout_s: float) -> bool:
+        """Waits for at most `timeout_s` and runs the callbacks that are due; False: none was."""
+        events = self._epoll.poll(timeout_s)
+        for fd, _ in events:
             callback = self._callbacks.get(fd)
             if callback is not None:  # an earlier callback of this turn may have removed it
                 callback()
+        return bool(events)
 
     def close(self) -> None:
         self._epoll.close()

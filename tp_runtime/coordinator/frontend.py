@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 import zmq
@@ -155,30 +155,31 @@ class Frontend:
             now = time.monotonic()
             wait_s = min(_STALLED_POLL_S if self._stalled else ALIVE_S, next_alive - now)
             wait_s = min([wait_s, *(due - now for due in self._probes)])
-            poller.poll(max(0, int(wait_s * 1000) + 1))
-            self._guarded(self._turn)
+            ready = dict(poller.poll(max(0, int(wait_s * 1000) + 1)))
+            self._guarded(self._turn, ready)
             now = time.monotonic()
             if now >= next_alive:
                 next_alive = now + ALIVE_S
                 self._guarded(self._say_alive)
         self._socket.close(0.2)
 
-    def _guarded(self, action: Callable[[], None]) -> None:
+    def _guarded(self, action: Callable[..., None], *args: object) -> None:
         try:
-            action()
+            action(*args)
         except Exception:
             logger.exception("The front end failed in %s and goes on.", action.__name__)
 
-    def _turn(self) -> None:
+    def _turn(self, ready: Mapping[object, int]) -> None:
+        """`ready`: what can be read. To try what cannot costs as much as a message of 256 rows."""
         now = time.monotonic()
-        if self._socket.take_events(self.counters):
+        if self._socket.monitor in ready and self._socket.take_events(self.counters):
             self._probes += [now + delay for delay in _PROBE_DELAYS_S]
         for work in self._outgoing.drain():
             if callable(work):
                 work()
             else:
                 self._send_all(work)
-        for _ in range(_MESSAGES_PER_TURN):
+        for _ in range(_MESSAGES_PER_TURN if self._socket.socket in ready else 0):
             parts = self._socket.receive()
             if parts is None:
                 break

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
 from tp_runtime.coordinator.admission import row_sampling
 from tp_runtime.coordinator.batch import Batch
 from tp_runtime.coordinator.sequence import Sequence
@@ -23,11 +21,7 @@ def build_plan(
     `grown` alone."""
     plan = StepPlan(generation, record.step, len(batch), batch.padded, batch.decode_rows)
     if record.grown:
-        pairs = array("i")
-        for seq in record.grown:
-            pairs.append(seq.row)
-            pairs.append(seq.blocks[-1])
-        plan.grown = pairs.tobytes()
+        plan.grown = pack_ids([n for seq in record.grown for n in (seq.row, seq.blocks[-1])])
     if record.chunks:
         plan.chunks = [_chunk(chunk) for chunk in record.chunks]
     if entering:

@@ -97,5 +97,5 @@ class Prefills:
         seq.computed = stop
         # Known to others from here on: steps run in order, and within a step all tokens are
         # stored before any is read (see StepPlan). The samples of a request share its prompt so.
-        self._tables.register(seq, stop)
+        self._tables.offer(seq)
         return PlannedChunk(seq, start, stop, last, last and seq.total_len > length)

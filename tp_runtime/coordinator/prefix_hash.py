@@ -17,13 +17,18 @@ DIGEST_BYTES = 16
 _ROOT = bytes(DIGEST_BYTES)
 
 
-def extend_hashes(hashes: list[bytes], tokens: array[int], block_size: int) -> None:
-    """Appends the hashes of the full blocks of `tokens` (int32) that `hashes` does not cover yet.
+def extend_hashes(
+    hashes: list[bytes], tokens: array[int], block_size: int, stop: int | None = None
+) -> None:
+    """Appends the hashes of the full blocks of `tokens` (int32) that `hashes` does not cover yet,
+    of the first `stop` blocks at most.
 
     hashes[b] = H(hashes[b - 1], tokens[b * block_size : (b + 1) * block_size])."""
     parent = hashes[-1] if hashes else _ROOT
-    blake2b = hashlib.blake2b
-    for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
-        ids = tokens[start : start + block_size].tobytes()
-        parent = blake2b(parent + ids).digest()[:DIGEST_BYTES]
+    blake2b, width = hashlib.blake2b, block_size * tokens.itemsize
+    full = len(tokens) // block_size
+    stop = full if stop is None else min(stop, full)
+    ids = tokens[len(hashes) * block_size : stop * block_size].tobytes()
+    for start in range(0, len(ids), width):
+        parent = blake2b(parent + ids[start : start + width]).digest()[:DIGEST_BYTES]
         hashes.append(parent)

@@ -69,7 +69,7 @@ class Scheduler:
         self.in_flight = StepsInFlight()
         self._watched = WatchedIds()
         self._answers = AnswerReader(
-            *(generation, self.limits, self.in_flight, self._watched, self._tables, self.counters)
+            generation, self.limits, self.in_flight, self._watched, self.counters
         )
         self._prefills = Prefills(self.limits, self._tables, self._queue, self._clock)
         self._due = DecodeDue(self.limits.block_size)
@@ -106,7 +106,8 @@ class Scheduler:
         return updates
 
     def _check_queue(self, arriving: int) -> None:
-        bound, seats = self.limits.max_num_queued_requests, self._free_rows()
+        bound = self.limits.max_num_queued_requests
+        seats = self.limits.max_rows - len(self._batch)
         if arriving and len(self._queue) + arriving > bound + seats:
             raise OverloadedError(
                 f"{len(self._queue)} requests wait already (at most {bound} may, see "
@@ -139,17 +140,12 @@ class Scheduler:
 
     def _close_table(self, seq: Sequence, last: int, trusted: bool = True) -> None:
         """Lets go of the blocks of `seq`, which takes part in steps up to `last`."""
-        if not trusted:
-            self._tables.forget(seq)
-        elif seq.state is not SequenceState.PREFILL:  # whose chunks are registered when planned
-            # The newest token was not fed by any answered step.
-            self._tables.register(seq, len(seq.tokens) - 1)
+        blocks = self._tables.close(seq, trusted)
         oldest = self.in_flight.oldest
         if oldest is not None and last >= oldest.step:
-            self.in_flight.hold(seq.blocks, self._step - 1)
+            self.in_flight.hold(blocks, self._step - 1)
         else:
-            self._tables.pool.release(seq.blocks)
-        seq.blocks = []
+            self._tables.pool.release(blocks)
 
     def _drop_row(self, seq: Sequence) -> None:
         if seq.state is SequenceState.DECODE:
@@ -168,7 +164,7 @@ class Scheduler:
         if not self._make_room():
             return None
         batch = self._batch
-        grown = self._due.blocks.take(self._step)
+        grown = self._due.growing(self._step)
         if grown:
             self._tables.grow(grown)
         chunks: list[PlannedChunk] = []
@@ -211,7 +207,7 @@ class Scheduler:
 
         The youngest sequences give way. Only with nothing under way: then all their tokens are
         known and their blocks are free at once."""
-        while self._due.blocks.count(self._step) > self._tables.pool.num_free:
+        while self._due.num_growing(self._step) > self._tables.pool.num_free:
             if not self.preempt_youngest():
                 return False
         return True
@@ -247,7 +243,6 @@ class Scheduler:
         self._step += 1
         self.counters.steps += 1
         self.in_flight.publish(record)
-        self._due.grown(record.grown, step)
         for seq in self._due.ends.take(step):
             self._end(seq, record)
         for chunk in record.chunks:
@@ -295,7 +290,6 @@ class Scheduler:
         for update in updates:
             if update.finish_reason is not None:
                 self._finish(update.seq, update.finish_reason)
-        self._answers.register(record)
         for blocks in self.in_flight.releasable(record.step):
             self._tables.pool.release(blocks)
         for seq in record.with_grammar:
@@ -360,6 +354,15 @@ class Scheduler:
         return not self._seqs and not self.in_flight
 
     @property
+    def has_spare_work(self) -> bool:
+        """Whether there is something for `do_spare_work` to do."""
+        return self._tables.has_late
+
+    def do_spare_work(self) -> None:
+        """A little of what would cost a step more later: to be called while nothing else is due."""
+        self._tables.offer_late()
+
+    @property
     def next_step(self) -> int:
         """The number the next plan will have."""
         return self._step
@@ -387,12 +390,9 @@ class Scheduler:
         pool = self._tables.pool
         if self.is_idle:
             pool.check_idle()
-            kept = (self._batch, self._due, self._prefills.active, self._watched.num_users)
-            if any(kept):
+            kept = (self._batch, self._due, self._tables, self._prefills.active)
+            if any(kept) or self._watched.num_users:
                 raise TPRuntimeError("The scheduler still keeps rows though nothing runs.")
         else:
             tables = [seq.blocks for seq in self._seqs.values()]
             pool.check_invariants(tables + self.in_flight.held_tables())
-
-    def _free_rows(self) -> int:
-        return max(0, self.limits.max_rows - len(self._batch))

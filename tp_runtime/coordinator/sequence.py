@@ -58,7 +58,7 @@ class Sequence:
     __slots__ = (
         "admitted_at",
         "arrival",
-        "block_due",
+        "block_phase",
         "blocks",
         "computed",
         "end_due",
@@ -141,8 +141,8 @@ class Sequence:
         """Prefill: positions whose K and V are computed by steps planned so far."""
         self.num_registered = 0
         """Leading blocks already offered to the prefix cache."""
-        self.block_due = 0
-        """The step in which a decode row needs its next block."""
+        self.block_phase = 0
+        """A decode row begins a block in the steps of this number, by block size."""
         self.end_due = 0
         """The step that samples a decode row's last token."""
         self.last_step = 0

@@ -12,7 +12,7 @@ import logging
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from tp_runtime.coordinator.admission import prepare
@@ -182,7 +182,7 @@ class TextThreads:
         open_ = True
         while open_:
             poll.poll()
-            work = self._work.drain()
+            work = _join_steps(self._work.drain())
             for item in work:
                 if isinstance(item, _Steps):
                     self._take(item.pieces, alone=len(work) == 1)
@@ -240,40 +240,43 @@ class TextThreads:
 
     def _take_step(self, updates: list[SequenceUpdate]) -> None:
         """One step of all rows: what is one more token and nothing else is packed at once."""
-        rest = []
-        for update in updates:
-            plain = update.finish_reason is None and update.logprobs is None
-            if not plain or not self._pack(update.seq, pack_id(update.token_id)):
-                rest.append(update)
-        self._take_updates(rest)
+        plain = [u for u in updates if u.finish_reason is None and u.logprobs is None]
+        rest = self._pack((update.seq, pack_id(update.token_id)) for update in plain)
+        if rest or len(plain) < len(updates):
+            packed = {update.seq for update in plain}.difference(seq for seq, _ in rest)
+            self._take_updates([update for update in updates if update.seq not in packed])
 
     def _take_steady(self, steps: list[SteadyTokens]) -> None:
         """Steps of the same rows: all new tokens of a row are packed at once."""
         columns = steps[0].columns
         if len(steps) > 1:
             columns = [b"".join(parts) for parts in zip(*(s.columns for s in steps), strict=True)]
-        rest: list[SequenceUpdate] = []
-        for seq, column in zip(steps[0].rows, columns, strict=True):
-            if not self._pack(seq, column):
-                rest += [SequenceUpdate(seq, token_id) for token_id in unpack_ids(column)]
-        self._take_updates(rest)
+        rest = self._pack(zip(steps[0].rows, columns, strict=True))
+        self._take_updates([SequenceUpdate(seq, i) for seq, ids in rest for i in unpack_ids(ids)])
 
-    def _pack(self, seq: Sequence, token_ids: bytes) -> bool:
-        """Puts further tokens of `seq` (packed) among the deltas of its client; False when more has
-        to be looked at than the tokens."""
-        known = self._samples.get(seq)
-        if known is None:
-            return True  # cancelled, or past a stop string
-        text, request = known
-        try:
-            delta = text.next_delta(token_ids)
-        except Exception as error:
-            self._fail_text(request, error)
-            return True
-        if delta is None:
-            return False
-        self._deltas.setdefault(request.key.client, []).append(delta)
-        return True
+    def _pack(self, new: Iterable[tuple[Sequence, bytes]]) -> list[tuple[Sequence, bytes]]:
+        """Puts further tokens (packed) of each sequence among the deltas of its client. Returns
+        those of which more has to be looked at than the tokens. Short: all rows come this way."""
+        rest = []
+        client, deltas = b"", None
+        for seq, token_ids in new:
+            known = self._samples.get(seq)
+            if known is None:
+                continue  # cancelled, or past a stop string
+            text, request = known
+            try:
+                delta = text.next_delta(token_ids)
+            except Exception as error:
+                self._fail_text(request, error)
+                continue
+            if delta is None:
+                rest.append((seq, token_ids))
+                continue
+            if deltas is None or client != request.key.client:
+                client = request.key.client
+                deltas = self._deltas.setdefault(client, [])
+            deltas.append(delta)
+        return rest
 
     def _take_updates(self, updates: list[SequenceUpdate]) -> None:
         for update in updates:
@@ -370,6 +373,18 @@ class TextThreads:
             return False
         self._requests.pop(request.key, None)
         return True
+
+
+def _join_steps(work: list[_Work]) -> list[_Work]:
+    """The same with neighbouring steps as one, which take no longer than one then: a thread that is
+    behind catches up."""
+    joined: list[_Work] = []
+    for item in work:
+        if isinstance(item, _Steps) and joined and isinstance(joined[-1], _Steps):
+            joined[-1] = _Steps(joined[-1].pieces + item.pieces)
+        else:
+            joined.append(item)
+    return joined
 
 
 def _text_error(error: Exception) -> RequestFailedError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tp_runtime.coordinator.sequence import Sequence
+from tp_runtime.messages import pack_ids
 
 NOT_FINITE = -1
 """In place of a sampled id: the row's logits held NaN or plus infinity."""
@@ -14,6 +15,7 @@ class WatchedIds:
     def __init__(self) -> None:
         self._users: dict[frozenset[int], int] = {}
         self.ids: frozenset[int] = frozenset((NOT_FINITE,))
+        self._packed: tuple[bytes, ...] = ()
 
     def add(self, seq: Sequence) -> None:
         users = self._users.get(seq.end_ids, 0)
@@ -29,14 +31,16 @@ class WatchedIds:
             del self._users[seq.end_ids]
             self._rebuild()
 
-    @property
-    def nobody(self) -> bool:
-        """No sequence has an end id."""
-        return len(self.ids) == 1
+    def maybe_in(self, ids: bytes) -> bool:
+        """False when none of the packed ids ends anybody. Bytes of two neighbours can look like an
+        end id, so True says only that they have to be read one by one."""
+        return any(each in ids for each in self._packed)
 
     @property
     def num_users(self) -> int:
         return sum(self._users.values())
 
     def _rebuild(self) -> None:
-        self.ids = frozenset((NOT_FINITE,)).union(*self._users)
+        ends = frozenset[int]().union(*self._users)
+        self.ids = ends | {NOT_FINITE}
+        self._packed = tuple(pack_ids((token_id,)) for token_id in ends)
