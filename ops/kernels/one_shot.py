@@ -43,6 +43,7 @@ class Inboxes:
     addresses: Tensor
     turns: Tensor
     patience: int = 0
+    flagged: bool = False
 
 
 @triton.jit
@@ -74,8 +75,8 @@ def _exchange(
             inbox = _inbox(addresses_ptr, peer)
             tl.store(inbox + ((base + RANK) * ROWS + row) * WORDS + word, packed, mask=inside)
     source = tl.arange(0, SOURCES)[:, None]
-    at = _inbox(addresses_ptr, RANK) + ((base + source) * ROWS + row) * WORDS + word[None, :]
     expected = inside[None, :] & (source < RANKS) & (source != RANK)
+    at = _inbox(addresses_ptr, RANK) + ((base + source) * ROWS + row) * WORDS + word[None, :]
     got = tl.load(at, mask=expected, other=tag, volatile=True)
     late = tl.max(tl.max(((got >> 32) != (tag >> 32)).to(tl.int32), axis=1), axis=0)
     looks = 0
@@ -84,6 +85,50 @@ def _exchange(
         late = tl.max(tl.max(((got >> 32) != (tag >> 32)).to(tl.int32), axis=1), axis=0)
         looks += 1
     return tl.where(source == RANK, mine[None, :], got.to(tl.int32))
+
+
+@triton.jit
+def _exchange_flagged(
+    mine,
+    word,
+    inside,
+    turn,
+    row,
+    addresses_ptr,
+    patience,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+    SOURCES: tl.constexpr,
+):
+    """As `_exchange`, with one flag for a row: the last of its places."""
+    base = ((turn & 1) * RANKS).to(tl.int64)
+    flag = turn.to(tl.int64)
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            place = _inbox(addresses_ptr, peer) + ((base + RANK) * ROWS + row) * WORDS
+            tl.store(place.to(tl.pointer_type(tl.int32)) + word, mine, mask=inside)
+    tl.debug_barrier()
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            place = _inbox(addresses_ptr, peer) + ((base + RANK) * ROWS + row) * WORDS
+            tl.atomic_xchg(place + WORDS - 1, flag, sem="release", scope="sys")
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            place = _inbox(addresses_ptr, RANK) + ((base + peer) * ROWS + row) * WORDS
+            seen = tl.atomic_add(place + WORDS - 1, 0, sem="acquire", scope="sys")
+            looks = 0
+            while (seen != flag) & ((patience == 0) | (looks < patience)):
+                seen = tl.atomic_add(place + WORDS - 1, 0, sem="acquire", scope="sys")
+                looks += 1
+    tl.debug_barrier()
+    source = tl.arange(0, SOURCES)[:, None]
+    expected = inside[None, :] & (source < RANKS) & (source != RANK)
+    at = _inbox(addresses_ptr, RANK) + ((base + source) * ROWS + row) * WORDS
+    at = at.to(tl.pointer_type(tl.int32)) + word[None, :]
+    got = tl.load(at, mask=expected, other=0, volatile=True)
+    return tl.where(source == RANK, mine[None, :], got)
 
 
 @triton.jit
@@ -129,6 +174,7 @@ def _all_reduce_kernel(
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
     SIZE: tl.constexpr,
+    FLAGGED: tl.constexpr,
     ADD: tl.constexpr,
     NORM: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -149,10 +195,16 @@ def _all_reduce_kernel(
     residual = mine
     if ADD:
         residual = tl.load(residual_ptr + at, mask=inside, other=0)
-    parts = _exchange(
-        *(mine, word, inside, turn, row, addresses_ptr, patience),
-        *(RANK, RANKS, ROWS, WORDS, SOURCES),
-    )
+    if FLAGGED:
+        parts = _exchange_flagged(
+            *(mine, word, inside, turn, row, addresses_ptr, patience),
+            *(RANK, RANKS, ROWS, WORDS, SOURCES),
+        )
+    else:
+        parts = _exchange(
+            *(mine, word, inside, turn, row, addresses_ptr, patience),
+            *(RANK, RANKS, ROWS, WORDS, SOURCES),
+        )
     tl.store(turns_ptr + row, turn)
     low = tl.sum(_low(parts, DTYPE), axis=0)
     high = tl.sum(_high(parts, DTYPE), axis=0)
@@ -217,6 +269,7 @@ def one_shot_all_reduce(
     norm: Tensor | None = None,
     eps: float = 0.0,
     residual: Tensor | None = None,
+    warps: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """x, residual [rows, size] contiguous, the same shape on every rank; norm [size].
 
@@ -257,6 +310,7 @@ def one_shot_all_reduce(
         ROWS=inboxes.rows,
         WORDS=words,
         SIZE=size,
+        FLAGGED=inboxes.flagged,
         ADD=residual is not None,
         NORM=norm is not None,
         DTYPE=_DTYPES[x.dtype],
@@ -264,7 +318,7 @@ def one_shot_all_reduce(
         BLOCK=triton.next_power_of_2(words),
         OVERLAP=overlap,
         launch_pdl=overlap,
-        num_warps=_warps(words * inboxes.ranks),
+        num_warps=warps or _warps(words * inboxes.ranks),
         enable_fp_fusion=False,  # products are rounded before they are added
     )
     return y, summed
