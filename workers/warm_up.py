@@ -7,11 +7,15 @@ with every cache slot -1. It also loads kernels and lets the allocator find its 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from tp_runtime.engine_config import EngineConfig
-from tp_runtime.ops.attention.metadata import AttentionMetadata, PrefillMetadata
+from tp_runtime.ops.attention.metadata import AttentionMetadata, LayerKV, PrefillMetadata
 from tp_runtime.workers.kv_cache import KVGeometry
 from tp_runtime.workers.models.decoder import CausalLM
+
+_SHORT = 8
+"""Tokens of a prefill that loads the kernels which only short ones use."""
 
 
 @torch.inference_mode()
@@ -29,10 +33,25 @@ def warm_up(
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     tokens = config.max_num_batched_tokens if device.type == "cuda" else 16
     length = min(tokens, max_model_len)
-    count = tokens // length
+    kv = geometry.allocate(1, device)
+    if device.type == "cuda":
+        _prefill(model, kv, 1, min(_SHORT, length), device)
+    hidden = _prefill(model, kv, tokens // length, length, device)
+    rows = hidden[: config.max_num_seqs]
+    logits = model.lm_head.gather(model.compute_logits(rows))
+    if logits is not None:
+        logits.float().softmax(-1).sort(-1)  # the full sampler's largest temporaries
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _prefill(
+    model: CausalLM, kv: list[LayerKV], count: int, length: int, device: torch.device
+) -> Tensor:
+    """Hidden states of `count` sequences of `length` tokens, of which nothing is stored."""
     total = count * length
-    ids = torch.zeros(total, dtype=torch.int64, device=device)
-    positions = torch.arange(length, device=device).repeat(count)
     meta = AttentionMetadata(
         slot_mapping=torch.full((total,), -1, dtype=torch.int64, device=device),
         prefill=PrefillMetadata(
@@ -43,12 +62,6 @@ def warm_up(
             max_seqlen_k=length,
         ),
     )
-    hidden = model(ids, positions, geometry.allocate(1, device), meta)
-    rows = hidden[: config.max_num_seqs]
-    logits = model.lm_head.gather(model.compute_logits(rows))
-    if logits is not None:
-        logits.float().softmax(-1).sort(-1)  # the full sampler's largest temporaries
-    if device.type != "cuda":
-        return 0
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    ids = torch.zeros(total, dtype=torch.int64, device=device)
+    out: Tensor = model(ids, torch.arange(length, device=device).repeat(count), kv, meta)
+    return out

@@ -5,10 +5,13 @@
     all-gather   y = [x_0, x_1, ...]
 
 Every rank has an inbox with a place for each sender. A program takes one row, writes it to the
-inboxes of the others, and waits until theirs are in its own. What is sent are words of 64 bits,
-32 of them data and 32 the number of the exchange, so that data and the sign of its arrival are one
-store and nothing else needs to be ordered (the LL protocol of NCCL does the same). Rounded where
-`ops.norm` rounds; every rank adds the same numbers in the same order and gets the same bits.
+inboxes of the others, and waits until theirs are in its own. Rounded where `ops.norm` rounds; every
+rank adds the same numbers in the same order and gets the same bits.
+
+Few rows are sent in words of 64 bits, 32 of them data and 32 the number of the exchange, so that
+data and the sign of its arrival are one store and nothing else needs to be ordered (the LL protocol
+of NCCL does the same). Of many rows that would be twice as much as the links can take in the time:
+they are sent as they are, with one flag behind each row.
 
 Two sets of places take turns. That is enough: who writes a place again has received the exchange in
 between, which the other sent after it had read this one. `turns` counts the exchanges of each row,
@@ -33,6 +36,7 @@ SETS = 2
 class Inboxes:
     """`addresses` [ranks] int64: of each rank's inbox, [SETS, ranks, rows, words] of 64 bits,
     zero at first. `turns` [rows] int32, zero at first. `words`: 32-bit words in a row, at most.
+    `flagged`: a flag for a row, not for a word; an inbox is used in one way only.
     `patience`: how often a program looks for late words before it goes on without them; 0: for
     ever."""
 
@@ -269,7 +273,6 @@ def one_shot_all_reduce(
     norm: Tensor | None = None,
     eps: float = 0.0,
     residual: Tensor | None = None,
-    warps: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """x, residual [rows, size] contiguous, the same shape on every rank; norm [size].
 
@@ -318,15 +321,15 @@ def one_shot_all_reduce(
         BLOCK=triton.next_power_of_2(words),
         OVERLAP=overlap,
         launch_pdl=overlap,
-        num_warps=warps or _warps(words * inboxes.ranks),
+        num_warps=_warps(words * inboxes.ranks),
         enable_fp_fusion=False,  # products are rounded before they are added
     )
     return y, summed
 
 
 def _warps(words: int) -> int:
-    """Eight words of 64 bits a thread are enough for a load and few enough for the registers."""
-    return max(1, min(16, triton.next_power_of_2(words) // 256))
+    """Sixteen words a thread are enough for a load and few enough for the registers."""
+    return max(1, min(16, triton.next_power_of_2(words) // 512))
 
 
 def one_shot_all_gather(x: Tensor, inboxes: Inboxes) -> Tensor:

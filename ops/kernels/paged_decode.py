@@ -93,7 +93,7 @@ def _attend(
     return high, tl.sum(weights, axis=1), acc
 
 
-@triton.jit(do_not_specialize=["splits", "least"])
+@triton.jit(do_not_specialize=["table_stride", "splits", "least"])
 def _paged_decode_kernel(
     q_ptr,
     k_ptr,
@@ -196,8 +196,10 @@ def default_config(
     heads, contexts of 100 to 20,000."""
     tile, _ = kv_tile(head_size, dtype)
     items = max(1, rows * kv_heads)
-    if items < processors:
+    if items <= 16:
         least, stages, wanted = 64, 2, min(66, triton.cdiv(4 * processors, items))
+    elif items < processors:
+        least, stages, wanted = 64, 3, triton.cdiv(2 * processors, items)
     else:
         least, stages, wanted = 2048, 3, max(3, min(8, 4096 // items))
     splits = max(1, min(wanted, triton.cdiv(longest, least)))

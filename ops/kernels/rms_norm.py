@@ -17,7 +17,7 @@ _ELEMENTS_PER_PROGRAM = 1024
 """Short rows (heads of 64 to 256 elements) are handled several at a time."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
