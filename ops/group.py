@@ -6,6 +6,7 @@ only file of ops that calls torch.distributed. It knows nothing of how processes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -26,6 +27,16 @@ class Communicator(Protocol):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks, in `x` or in a new tensor. Every rank gets the same bits."""
+        ...
+
+    def begin_all_reduce(self, x: Tensor) -> Callable[[], None]:
+        """As `all_reduce`, in place, while what follows is computed; `x` holds the sum after a call
+        of what is returned. Ranks wait for them in the order in which they began."""
+        ...
+
+    def sums_in_parts(self, rows: int) -> int:
+        """Into how many parts it pays to cut so many rows, so that the sum of one is made while the
+        next is computed; the same answer on every rank."""
         ...
 
     def fuses_norm(self, x: Tensor) -> bool:
@@ -64,8 +75,18 @@ class Communicator(Protocol):
         ...
 
 
-class _WithoutFusion:
-    """A communicator whose sums and norms are two operations."""
+class _Plain:
+    """A communicator whose sums are operations of their own, one after the other."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def begin_all_reduce(self, x: Tensor) -> Callable[[], None]:
+        self.all_reduce(x)
+        return lambda: None
+
+    def sums_in_parts(self, rows: int) -> int:
+        return 1
 
     def fuses_norm(self, x: Tensor) -> bool:
         return False
@@ -76,7 +97,7 @@ class _WithoutFusion:
         raise NotImplementedError("Ask fuses_norm first.")
 
 
-class SingleCommunicator(_WithoutFusion):
+class SingleCommunicator(_Plain):
     """One rank: every collective is the identity."""
 
     name = "single"
@@ -107,7 +128,12 @@ _GATHERED_BYTES = 1 << 17
 """Up to so many bytes of all ranks together, gathering and adding is quicker than gloo's ring."""
 
 
-class ProcessGroupCommunicator(_WithoutFusion):
+_ROWS_OF_PART = 2048
+"""Fewer rows make a matrix product inefficient."""
+_MOST_PARTS = 4
+
+
+class ProcessGroupCommunicator(_Plain):
     """Collectives of torch.distributed: gloo on CPU, NCCL on CUDA.
 
     Both add a given element in one order that does not depend on the rank (each element is reduced
@@ -124,6 +150,17 @@ class ProcessGroupCommunicator(_WithoutFusion):
             return self._sum_of_all(x)
         dist.all_reduce(x)
         return x
+
+    def begin_all_reduce(self, x: Tensor) -> Callable[[], None]:
+        work = dist.all_reduce(x, async_op=True)
+
+        def wait() -> None:
+            work.wait()
+
+        return wait
+
+    def sums_in_parts(self, rows: int) -> int:
+        return max(1, min(_MOST_PARTS, rows // _ROWS_OF_PART)) if self.name == "nccl" else 1
 
     def _sum_of_all(self, x: Tensor) -> Tensor:
         """As all_reduce, in the order of the ranks; rounded once where x is narrower than float32.

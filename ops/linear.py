@@ -221,8 +221,22 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Hidden:
         """[tokens, local inputs] -> [tokens, output_size], the same on every rank, or with
         `sum_later` this rank's part of it"""
-        term = product(x, self.weight)
-        if self.sum_later:
-            return later(term, self.group)
-        y = self.group.comm.all_reduce(term)
+        parts = self.group.comm.sums_in_parts(x.shape[0])
+        if parts > 1:
+            y = self._in_parts(x, parts)
+        elif self.sum_later:
+            return later(product(x, self.weight), self.group)
+        else:
+            y = self.group.comm.all_reduce(product(x, self.weight))
         return y if self.bias is None else y.add_(self.bias)
+
+    def _in_parts(self, x: Tensor, parts: int) -> Tensor:
+        """The sum of one part of the tokens is made while the next is multiplied."""
+        y = x.new_empty((x.shape[0], self.output_size))
+        waits = []
+        for rows, out in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            torch.mm(rows, self.weight.t(), out=out)
+            waits.append(self.group.comm.begin_all_reduce(out))
+        for wait in waits:
+            wait()
+        return y

@@ -6,6 +6,7 @@ The only file that touches torch's symmetric memory, whose interface is not stab
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -82,6 +83,12 @@ class SymmetricCommunicator:
 
     def _for(self, x: Tensor) -> Inboxes:
         return self._few if x.shape[0] <= self._few.rows else self._many
+
+    def begin_all_reduce(self, x: Tensor) -> Callable[[], None]:
+        return self._inner.begin_all_reduce(x)
+
+    def sums_in_parts(self, rows: int) -> int:
+        return self._inner.sums_in_parts(rows)
 
     def fuses_norm(self, x: Tensor) -> bool:
         return (

@@ -57,12 +57,16 @@ def _best_kernel(
             word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (GROUPS * 4,))
             uniform = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
             value = logit / temperature - tl.log(-tl.log(uniform))
-    bits = (value + 0.0).to(tl.int32, bitcast=True).to(tl.int64)
+    # The largest value, then the lowest id that has it, in 32 bits each; 64 take twice the time.
+    broken = tl.max(((logit != logit) | (logit == float("inf"))).to(tl.int32), axis=0)
+    value = tl.where(value == value, value, float("-inf"))
+    highest = tl.max(value, axis=0)
+    first = tl.min(tl.where(value == highest, column, 0x7FFFFFFF), axis=0)
+    bits = (highest + 0.0).to(tl.int32, bitcast=True).to(tl.int64)
     ordered = tl.where(bits >= 0, bits, -(bits & 0x7FFFFFFF))
-    key = (ordered << 32) | (0xFFFFFFFF - (start + column).to(tl.int64))
-    broken = (logit != logit) | (logit == float("inf"))
-    key = tl.where(broken, 0x7FFFFFFFFFFFFFFF, key)
-    tl.store(out_ptr + row * pieces + piece, tl.max(key, axis=0))
+    key = (ordered << 32) | (0xFFFFFFFF - (start + first).to(tl.int64))
+    key = tl.where(broken > 0, 0x7FFFFFFFFFFFFFFF, key)
+    tl.store(out_ptr + row * pieces + piece, key)
 
 
 def best_token(

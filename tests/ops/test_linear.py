@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.gloo_pool import GlooPool
-from tp_runtime.ops.group import TPGroup
+from tp_runtime.ops.group import Communicator, TPGroup
 from tp_runtime.ops.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
 )
+from tp_runtime.ops.partial import Partial
 from tp_runtime.ops.sharding import Shard, kv_head_shard
 
 Pools = Callable[[int], GlooPool]
@@ -105,6 +106,46 @@ def _row_bias_bits(group: TPGroup) -> Tensor:
     layer.load_weight("bias", torch.tensor([1.0 / 512]))
     x = torch.tensor([[1.0, 0.5, -0.5, 0.0]], dtype=torch.bfloat16)
     return layer(x[:, layer.input_shard.start : layer.input_shard.stop])
+
+
+class InParts:
+    """Cuts every sum over ranks in three, as a communicator on GPUs does with many rows."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self._inner = inner
+        self.begun = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def sums_in_parts(self, rows: int) -> int:
+        return 3
+
+    def begin_all_reduce(self, x: Tensor) -> Callable[[], None]:
+        self.begun += 1
+        return self._inner.begin_all_reduce(x)
+
+
+def _row_in_parts(group: TPGroup, bias: bool) -> tuple[Tensor, Tensor, int]:
+    """Of the same layer: in one piece, in parts, and how many sums that took."""
+    comm = InParts(group.comm)
+    results = []
+    for of in (group, TPGroup(group.rank, group.size, comm)):
+        layer = RowParallelLinear(70, HIDDEN, bias=bias, group=of, sum_later=True, **MAKE)
+        layer.load_weight("weight", drawn(HIDDEN, 70, seed=1))
+        if bias:
+            layer.load_weight("bias", drawn(HIDDEN, seed=2))
+        shard = layer.input_shard
+        y = layer(drawn(7, 70, seed=0)[:, shard.start : shard.stop])
+        results.append(y.total() if isinstance(y, Partial) else y)
+    return results[0], results[1], comm.begun
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_row_parallel_sums_in_parts_are_those_of_one_piece(gloo_pool: Pools, bias: bool) -> None:
+    for whole, parts, begun in gloo_pool(2).run(_row_in_parts, bias):
+        _close(parts, whole)
+        assert begun == 3
 
 
 def test_row_parallel_bias_rounds_alike_at_every_size(gloo_pool: Pools) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,13 @@ class CountingCommunicator:
     def all_reduce(self, x: Tensor) -> Tensor:
         self.calls["all_reduce"] += 1
         return self._inner.all_reduce(x)
+
+    def begin_all_reduce(self, x: Tensor) -> Callable[[], None]:
+        self.calls["begin_all_reduce"] += 1
+        return self._inner.begin_all_reduce(x)
+
+    def sums_in_parts(self, rows: int) -> int:
+        return self._inner.sums_in_parts(rows)
 
     def fuses_norm(self, x: Tensor) -> bool:
         return self._inner.fuses_norm(x)
