@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _PER_GRAPH = 20
 """Calls recorded into one graph, so that its launch does not count."""
 _JOIN_S = 60.0
+_HIDDEN = 4096
+"""Elements of a row in the one-shot columns: 8 KiB, Qwen3-8B's."""
 
 
 def main() -> None:
@@ -36,14 +38,31 @@ def main() -> None:
     device = choose_device(config, place.local_rank)
     torch.set_num_threads(1)
     group = join_group(device, place.rank, place.world_size, 0, _JOIN_S)
-    rows = [_row(group, device, size, order["iterations"]) for size in order["sizes"]]
+    fast = _fast(group, device)
+    rows = [_row(group, fast, device, size, order["iterations"]) for size in order["sizes"]]
     if place.rank == 0:
         print(json.dumps(rows), flush=True)
     group.comm.barrier()
     group.comm.close()
 
 
-def _row(group: TPGroup, device: torch.device, size: int, iterations: int) -> dict[str, Any]:
+def _fast(group: TPGroup, device: torch.device) -> TPGroup | None:
+    """The group with sums over symmetric memory, where they can be had."""
+    import torch
+
+    from tp_runtime.ops.symmetric import with_symmetric_memory
+
+    if device.type != "cuda":
+        return None
+    fast, reason = with_symmetric_memory(group, _HIDDEN, torch.bfloat16, device)
+    if reason and group.rank == 0:
+        print(f"No symmetric memory: {reason}.", file=sys.stderr)
+    return None if reason else fast
+
+
+def _row(
+    group: TPGroup, fast: TPGroup | None, device: torch.device, size: int, iterations: int
+) -> dict[str, Any]:
     import torch
 
     x = torch.ones(max(1, size // 2), dtype=torch.bfloat16, device=device)
@@ -60,7 +79,28 @@ def _row(group: TPGroup, device: torch.device, size: int, iterations: int) -> di
         row[name] = _median_us(group, call, device, iterations)
         if device.type == "cuda":
             row[f"{name} graph"] = _graph_us(group, call, iterations)
+    if device.type == "cuda":
+        row |= _one_shot(group, fast, device, size, iterations)
     return row
+
+
+def _one_shot(
+    group: TPGroup, fast: TPGroup | None, device: torch.device, size: int, iterations: int
+) -> dict[str, float | None]:
+    """Of rows of _HIDDEN elements, in a graph: the sum alone, and with residual add and norm."""
+    import torch
+
+    x = torch.ones(max(1, size // (2 * _HIDDEN)), _HIDDEN, dtype=torch.bfloat16, device=device)
+    names = ("one-shot graph", "one-shot + add + norm graph")
+    if fast is None or not fast.comm.fuses_norm(x):
+        return dict.fromkeys(names)
+    residual, weight, comm = x.clone(), x[0].clone(), fast.comm
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: comm.all_reduce(x),
+        lambda: comm.all_reduce_norm(x, residual, weight, 1e-6),
+    )
+    times = [_graph_us(group, call, iterations) for call in calls]
+    return dict(zip(names, times, strict=True))
 
 
 def _median_us(

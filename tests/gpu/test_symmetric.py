@@ -12,7 +12,9 @@ from tests.gpu.nccl_ranks import run_on_gpus
 from tests.gpu.test_tp2 import GREEDY, MIXED, generate
 from tests.tiny_models import make_tiny
 from tp_runtime.ops.group import TPGroup
+from tp_runtime.ops.linear import RowParallelLinear
 from tp_runtime.ops.norm import add_rms_norm_reference, rms_norm_reference
+from tp_runtime.ops.product import product
 from tp_runtime.ops.symmetric import SymmetricCommunicator, with_symmetric_memory
 
 pytestmark = [
@@ -101,6 +103,23 @@ def test_sum_residual_and_norm_in_one_kernel_equal_the_separate_ones(dtype: torc
         for ours, separate in zip(results[::2], results[1::2], strict=True):
             step = 2**-5 if dtype == torch.bfloat16 else 1e-4
             torch.testing.assert_close(ours.float(), separate.float(), rtol=step, atol=step)
+
+
+def in_parts(group: TPGroup) -> tuple[Tensor, Tensor]:
+    """A prefill of 6,000 tokens through a row-parallel layer: as it is, and summed in one piece."""
+    place = {"dtype": torch.bfloat16, "device": "cuda"}
+    layer = RowParallelLinear(512, HIDDEN, group=group, sum_later=True, **place)
+    torch.manual_seed(1 + group.rank)
+    layer.weight.data.normal_()
+    x = torch.randn(6000, layer.input_shard.size, **place)
+    parts = layer(x)
+    assert isinstance(parts, Tensor)  # summed already
+    return parts.cpu(), group.comm.all_reduce(product(x, layer.weight)).cpu()
+
+
+def test_sums_of_a_long_prefill_are_made_in_parts() -> None:
+    for parts, whole in run_on_gpus(2, in_parts):
+        torch.testing.assert_close(parts, whole, rtol=2**-6, atol=0.5)
 
 
 def gathered(group: TPGroup) -> list[list[Tensor]]:
