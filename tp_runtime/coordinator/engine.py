@@ -255,6 +255,7 @@ class Engine:
         if generation is None:
             return
         limits = self._limits(agreement)
+        self._frontend.texts.check_against(limits)
         if self.scheduler is None:
             self.scheduler = Scheduler(limits, generation.number)
             self.requests.open(self.scheduler)
