@@ -52,12 +52,11 @@ def load_worker_main(device: str) -> WorkerMain:
 
 
 def _import_for_gpus() -> None:
-    """What a worker on a GPU would import at its first steps, 2 to 3 s each time it is forked.
-    FlashAttention's operators load torch._dynamo when they are first called. (Asking torch for the
+    """What a worker on a GPU would import itself each time it is forked. (Asking torch for the
     number of GPUs would open them.)"""
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         return
-    for name in ("torch._dynamo", "triton", "flash_attn_interface", "flash_attn"):
+    for name in ("triton", "flash_attn_interface", "flash_attn"):
         with contextlib.suppress(ImportError, OSError):  # the worker says what it misses
             importlib.import_module(name)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -17,6 +18,15 @@ from tp_runtime.ops.attention.metadata import DecodeMetadata, PrefillMetadata
 _MODULE = "flash_attn_interface"
 
 
+def _call_directly(module: ModuleType) -> None:
+    """torch's wrapper around the operator serves torch.compile, and its first call imports
+    torch._dynamo: 4 s of every start. The function inside is all that is needed here."""
+    name = "_flash_attn_forward"
+    direct = getattr(getattr(module, name, None), "_init_fn", None)
+    if direct is not None:
+        setattr(module, name, direct)
+
+
 class FlashAttention3Backend(AttentionBackend):
     """Hopper GPUs (compute capability 9.0), bfloat16 and float16, any block size."""
 
@@ -25,6 +35,7 @@ class FlashAttention3Backend(AttentionBackend):
 
     def __init__(self) -> None:
         self._flash = importlib.import_module(_MODULE)
+        _call_directly(self._flash)
 
     @classmethod
     def supports(

@@ -181,3 +181,18 @@ def _check(
     out = decode.run_decode(backend, window=window)
     decode.check(out, window)
     assert not out[2].any()
+
+
+def test_the_operator_of_flash_attention_3_is_called_without_its_wrapper(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The wrapper (torch.library.custom_op) would import torch._dynamo at its first call."""
+
+    def direct() -> str:
+        return "called"
+
+    module = SimpleNamespace(_flash_attn_forward=SimpleNamespace(_init_fn=direct))
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    FlashAttention3Backend()
+    FlashAttention3Backend()  # a second time there is nothing left to unwrap
+    assert module._flash_attn_forward() == "called"
