@@ -22,6 +22,11 @@ bench_command = lazy_group(
         "comm": LazyCommand(
             "tp_runtime.launch.bench.comm", "comm_command", "Collectives between the ranks."
         ),
+        "broadcast": LazyCommand(
+            "tp_runtime.launch.bench.broadcast",
+            "broadcast_command",
+            "From the publication of a plan to every rank.",
+        ),
         "kernels": LazyCommand(
             "tp_runtime.launch.bench.kernels",
             "kernels_command",

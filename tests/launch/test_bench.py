@@ -150,6 +150,14 @@ def test_comm_times_every_collective_at_every_size(capfd):
     assert all(row["all_reduce"] > 0 and row["gather"] > 0 for row in record["results"])
 
 
+def test_broadcast_times_sleeping_and_waiting_readers(capfd):
+    _, record = bench(capfd, "broadcast", "-tp", "2", "--messages", "20")
+    assert [row["readers"] for row in record["results"]] == ["busy", "idle"]
+    assert all(0 < row["p50_us"] <= row["p99_us"] for row in record["results"])
+    assert cli.run(["bench", "broadcast", "--size", "4"]) == 2
+    assert "--size 4" in capfd.readouterr().err
+
+
 def test_kernels_times_every_operator_of_a_decode_step_beside_plain_pytorch(capfd):
     flags = ("--shape", "tiny", "--device", "cpu", "--dtype", "float32", "-tp", "2")
     output, record = bench(capfd, "kernels", *flags, "--rows", "1,3", "--context", "40")
