@@ -119,7 +119,7 @@ class RankProcess:
         if self._web is not None:
             self._web.start(self._folder)
         if worker_main is None:
-            worker_main = self._import_worker(config.device)
+            worker_main = self._import_worker(config)
         if self._place.several_hosts and self._place.local_rank == 0:
             self._exchange = DoorExchange(self._folder, self._place, shared.start_timeout_s)
         connection = connect_to_coordinator(
@@ -174,9 +174,9 @@ class RankProcess:
         if self._web is not None:
             self._web.forget()
 
-    def _import_worker(self, device: str) -> WorkerMain:
+    def _import_worker(self, config: EngineConfig) -> WorkerMain:
         try:
-            return load_worker_main(device)
+            return load_worker_main(config.device, config.attention_backend)
         except Exception as error:
             raise WorkerFailedError(
                 f"Rank {self._place.rank} could not import the worker "

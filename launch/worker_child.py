@@ -27,14 +27,14 @@ WorkerMain = Callable[[EngineConfig, RankPlace, int, list[int]], None]
 """Runs a worker: config, place, generation, the six descriptors. Need not return."""
 
 
-def load_worker_main(device: str) -> WorkerMain:
-    """Import torch and the worker, and return what to call in the child. `device`: as in
+def load_worker_main(device: str, attention_backend: str) -> WorkerMain:
+    """Import torch and the worker, and return what to call in the child. The arguments are those of
     EngineConfig."""
     from tp_runtime.transport.worker_fds import WorkerDescriptors
     from tp_runtime.workers.worker import run_worker
 
     if device != "cpu":
-        _import_for_gpus()
+        _import_for_gpus(attention_backend)
 
     def worker_main(
         config: EngineConfig, place: RankPlace, generation: int, fds: list[int]
@@ -51,13 +51,14 @@ def load_worker_main(device: str) -> WorkerMain:
     return worker_main
 
 
-def _import_for_gpus() -> None:
+def _import_for_gpus(attention_backend: str) -> None:
     """What a worker on a GPU would import itself each time it is forked. (Asking torch for the
     number of GPUs would open them.)"""
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         return
-    for name in ("triton", "flash_attn_interface", "flash_attn"):
-        with contextlib.suppress(ImportError, OSError):  # the worker says what it misses
+    flash = attention_backend == "auto" or attention_backend.startswith("flash-attn")
+    for name in ("triton", *(("flash_attn_interface", "flash_attn") if flash else ())):
+        with contextlib.suppress(Exception):  # the worker says what it misses, if it needs it
             importlib.import_module(name)
 
 

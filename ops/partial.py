@@ -20,6 +20,10 @@ class Partial:
     term: Tensor
     group: TPGroup
 
+    def __mul__(self, factor: float) -> Partial:
+        """The sum times a number, made of its parts."""
+        return Partial(self.term * factor, self.group)
+
     def total(self) -> Tensor:
         """The sum, the same on every rank; called once."""
         return self.group.comm.all_reduce(self.term)

@@ -22,7 +22,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     A few rows on a GPU are a read of the weight at memory speed, where our own kernels are ahead of
     the library's; everything else is the library's."""
-    if runs_kernels(x) and x.shape[0] == 1 and x.dim() == 2:
+    if runs_kernels(x) and x.dim() == 2 and x.shape[0] == 1 and x.shape[1]:
         from tp_runtime.ops.kernels.row_linear import row_linear  # triton: CUDA only
 
         return row_linear(x, weight, bias)[0]
@@ -40,4 +40,5 @@ def is_skinny(x: Tensor, most: int) -> bool:
     time."""
     narrow = x.dtype in (torch.bfloat16, torch.float16)
     few = x.dim() == 2 and 2 <= x.shape[0] <= most
-    return runs_kernels(x) and narrow and few and x.shape[1] % 16 == 0 and x.stride(1) == 1
+    read = x.shape[-1] > 0 and x.shape[-1] % 16 == 0 and x.stride(-1) == 1
+    return runs_kernels(x) and narrow and few and read

@@ -6,6 +6,7 @@ The only file that touches torch's symmetric memory, whose interface is not stab
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -22,16 +23,44 @@ if TYPE_CHECKING:
 _FEW_ROWS = 32
 """So many are sent word by word with their numbers; measured with 4,096 elements on two H200."""
 _MAX_ROWS = 512
+"""Each is a program that waits for others, so all of them must find room on a GPU at once: four of
+256 threads on each of an H200's 132 processors."""
 _MAX_SENT_BYTES = 4 << 20
 """What one rank may send to all others together; beyond, NCCL's ring moves less."""
 _GATHERED_WORDS = 2048
+_TURNS = 4
+"""Exchanges in a test: each place is used again."""
 _SELF_TEST_LOOKS = 1_000_000
 """Each takes about a microsecond: a self-test fails after a second or two."""
 
 
+class SharedMemory:
+    """Memory of this rank, zero at first, that the others of its group can write after `share`."""
+
+    def __init__(self, words: int, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        self._module = symmetric_memory
+        self.tensor = symmetric_memory.empty((words,), dtype=torch.int64, device=device)
+        self.tensor.zero_()
+        self._handle: object = None
+
+    def share(self) -> Tensor:
+        """Collective; [ranks] int64: where each rank's memory is seen from here."""
+        world = dist.group.WORLD
+        if world is None:
+            raise RuntimeError("there is no process group")
+        handle = self._module.rendezvous(self.tensor, world)
+        self._handle = handle
+        addresses = list(handle.buffer_ptrs)
+        return torch.tensor(addresses, dtype=torch.int64, device=self.tensor.device)
+
+
 class SymmetricCommunicator:
     """`inner` for large tensors; one-shot exchanges for rows of `hidden` elements of `dtype`, few
-    enough, and for gathering a few bytes. See `ops.kernels.one_shot`."""
+    enough, and for gathering a few bytes. See `ops.kernels.one_shot`.
+
+    Not usable before `connect`, whose result says whether it is then."""
 
     def __init__(
         self, inner: Communicator, rank: int, size: int, hidden: int, dtype: torch.dtype
@@ -41,38 +70,31 @@ class SymmetricCommunicator:
         self.name = f"{inner.name} + symmetric memory"
         self._inner = inner
         self._kernels = one_shot
+        self._rank, self._size = rank, size
         self._hidden, self._dtype = hidden, dtype
         words = one_shot.words_of(hidden, dtype)
-        sent = 4 * words * (size - 1)
-        self.max_rows = max(1, min(_MAX_ROWS, _MAX_SENT_BYTES // sent))
-        self._memory: list[Tensor] = []
-        self._handles: list[object] = []
-        few = min(_FEW_ROWS, self.max_rows)
-        self._few = self._inboxes(rank, size, few, words)
-        self._many = replace(self._inboxes(rank, size, self.max_rows, words), flagged=True)
-        self._small = self._inboxes(rank, size, 1, _GATHERED_WORDS)
-
-    def _inboxes(self, rank: int, size: int, rows: int, words: int) -> Inboxes:
-        import torch.distributed._symmetric_memory as symmetric_memory
-
+        self.max_rows = max(1, min(_MAX_ROWS, _MAX_SENT_BYTES // (4 * words * (size - 1))))
+        shapes = [(min(_FEW_ROWS, self.max_rows), words), (self.max_rows, words)]
+        self._shapes = [*shapes, (1, _GATHERED_WORDS)]
+        """Rows and words of the three inboxes: few rows, many rows, small tensors."""
         device = torch.device("cuda", torch.cuda.current_device())
-        shape = (self._kernels.SETS, size, rows, words)
-        memory = symmetric_memory.empty(shape, dtype=torch.int64, device=device)
-        world = dist.group.WORLD
-        if world is None:
-            raise RuntimeError("there is no process group")
-        handle = symmetric_memory.rendezvous(memory, world)
-        self._memory.append(memory)
-        self._handles.append(handle)
-        memory.zero_()
-        return self._kernels.Inboxes(
-            rank,
-            size,
-            rows,
-            words,
-            torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device),
-            torch.zeros(rows, dtype=torch.int32, device=device),
-        )
+        total = sum(self._places(rows, words) for rows, words in self._shapes)
+        self._memory: SharedMemory | None = SharedMemory(total, device)
+
+    def _places(self, rows: int, words: int) -> int:
+        return self._kernels.SETS * self._size * rows * words
+
+    def connect(self) -> None:
+        """Collective. Raises RuntimeError when the memory cannot be shared."""
+        if self._memory is None:
+            raise RuntimeError("the communicator is closed")
+        self._device = self._memory.tensor.device
+        base, made = self._memory.share(), []
+        for rows, words in self._shapes:
+            turns = torch.zeros(rows, dtype=torch.int32, device=self._device)
+            made.append(self._kernels.Inboxes(self._rank, self._size, rows, words, base, turns))
+            base = base + 8 * self._places(rows, words)
+        self._few, self._many, self._small = made[0], replace(made[1], flagged=True), made[2]
 
     # ------------------------------------------------------------ Communicator
 
@@ -126,46 +148,55 @@ class SymmetricCommunicator:
         self._inner.barrier()
 
     def close(self) -> None:
-        self._handles.clear()
-        self._memory.clear()
+        self._memory = None
         self._inner.close()
 
     # ------------------------------------------------------------ self-test
 
-    def _compile(self) -> None:
-        """A first exchange that waits for nobody, as compiling may take one rank seconds longer
-        than another. It leaves no trace."""
-        x = torch.zeros(1, self._hidden, dtype=self._dtype, device=self._few.turns.device)
+    def prepare_test(self) -> None:
+        """Collective. Does what the tests do without waiting for anybody, as compiling may take one
+        rank seconds longer than another. It leaves no trace."""
         for inboxes in (self._few, self._many):
-            self._kernels.one_shot_all_reduce(x, replace(inboxes, patience=1))
-        ids = torch.zeros(1, dtype=torch.int64, device=x.device)
-        self._kernels.one_shot_all_gather(ids, replace(self._small, patience=1))
+            self._sum(replace(inboxes, patience=1), 0)
+        self._gather(replace(self._small, patience=1))
         self.barrier()
-        for memory in self._memory:
-            memory.zero_()
+        if self._memory is not None:
+            self._memory.tensor.zero_()
         for inboxes in (self._few, self._many, self._small):
             inboxes.turns.zero_()
         self.barrier()
 
-    def self_test(self, rank: int, size: int) -> str:
-        """Collective. Exchanges numbers that every rank knows; "" or what is wrong. Never waits for
-        long."""
-        self._compile()
-        small = replace(self._small, patience=_SELF_TEST_LOOKS)
-        device = self._few.turns.device
-        for inboxes in (self._few, self._many) * 3:
-            count = inboxes.rows
-            grid = torch.arange(count * self._hidden, device=device).view(count, self._hidden) % 13
-            term = (grid + rank).to(self._dtype)
-            want = (size * grid + size * (size - 1) // 2).to(self._dtype)
-            patient = replace(inboxes, patience=_SELF_TEST_LOOKS)
-            if not torch.equal(self._kernels.one_shot_all_reduce(term, patient)[0], want):
-                return "a sum over it is wrong"
-        ids = torch.arange(100, device=device) + 1000 * rank
-        got = self._kernels.one_shot_all_gather(ids, small)
-        if got.tolist() != [[1000 * r + i for i in range(100)] for r in range(size)]:
-            return "what is gathered over it is wrong"
-        return ""
+    def test_few(self) -> bool:
+        """Whether numbers that every rank knows come out right, other ones each time, so that what
+        an earlier exchange left is not taken for them. Never waits for long."""
+        right = self._sums(self._few)
+        return self._gather(replace(self._small, patience=_SELF_TEST_LOOKS)) and right
+
+    def test_many(self) -> bool:
+        """The same for many rows, which are sent in another way."""
+        return self._sums(self._many)
+
+    def give_up_many(self) -> None:
+        """Sums of many rows are NCCL's from now on."""
+        self.max_rows = self._few.rows
+
+    def _sums(self, inboxes: Inboxes) -> bool:
+        """A rank that finds a wrong sum goes on, as the others wait for it."""
+        patient = replace(inboxes, patience=_SELF_TEST_LOOKS)
+        results = [self._sum(patient, turn) for turn in range(_TURNS)]
+        return all(results)
+
+    def _sum(self, inboxes: Inboxes, turn: int) -> bool:
+        shape = (inboxes.rows, self._hidden)
+        grid = torch.arange(shape[0] * shape[1], device=self._device).view(shape) % 13 + turn
+        want = (self._size * grid + self._size * (self._size - 1) // 2).to(self._dtype)
+        term = (grid + self._rank).to(self._dtype)
+        return torch.equal(self._kernels.one_shot_all_reduce(term, inboxes)[0], want)
+
+    def _gather(self, inboxes: Inboxes) -> bool:
+        ids = torch.arange(100, device=self._device)
+        got = self._kernels.one_shot_all_gather(ids + 1000 * self._rank, inboxes)
+        return got.tolist() == [[1000 * r + i for i in range(100)] for r in range(self._size)]
 
 
 def with_symmetric_memory(
@@ -174,27 +205,54 @@ def with_symmetric_memory(
     """Collective, for ranks of one host on CUDA. The group with one-shot exchanges, or the group as
     it is with the reason why; every rank gets the same. `hidden`: elements of the rows that layers
     add up, of `dtype`."""
-    peers = [index for index in range(group.size) if index != group.rank]
-    reason = ""
+    # Multicast is not used here, and its set-up is what a rendezvous may hang in.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    votes = _Votes(group, device)
+    made: list[SymmetricCommunicator] = []
+
+    def make() -> bool:
+        made.append(SymmetricCommunicator(group.comm, group.rank, group.size, hidden, dtype))
+        return True
+
+    def connect() -> bool:
+        made[0].connect()
+        made[0].prepare_test()
+        return True
+
+    steps: list[tuple[str, Callable[[], bool]]] = [
+        ("the GPUs cannot write each other's memory", lambda: _peers_reachable(group)),
+        ("torch's symmetric memory cannot be had", make),
+        ("torch's symmetric memory cannot be shared", connect),
+        ("a sum over it is wrong", lambda: made[0].test_few()),
+    ]
+    for reason, step in steps:
+        if not votes.all_say_yes(step):
+            return group, reason + votes.why
+    if not votes.all_say_yes(lambda: made[0].test_many()):
+        made[0].give_up_many()
+    return TPGroup(group.rank, group.size, made[0]), ""
+
+
+def _peers_reachable(group: TPGroup) -> bool:
+    """Of a host's ranks, each of which has the GPU of its number."""
     if torch.cuda.device_count() < group.size:
-        reason = "not all GPUs of the ranks are visible to each"
-    elif not all(torch.cuda.can_device_access_peer(group.rank, peer) for peer in peers):
-        reason = "the GPUs cannot write each other's memory"
-    if not _all_agree(group, not reason, device):
-        return group, reason or "another rank cannot use it"
-    comm = None
-    try:
-        comm = SymmetricCommunicator(group.comm, group.rank, group.size, hidden, dtype)
-    except (RuntimeError, ImportError, AttributeError) as error:
-        reason = f"torch's symmetric memory cannot be had ({type(error).__name__}: {error})"
-    if not _all_agree(group, comm is not None, device) or comm is None:
-        return group, reason or "another rank cannot have it"
-    reason = comm.self_test(group.rank, group.size)
-    if not _all_agree(group, not reason, device):
-        return group, reason or "another rank's self-test failed"
-    return TPGroup(group.rank, group.size, comm), ""
+        return False
+    peers = [index for index in range(group.size) if index != group.rank]
+    return all(torch.cuda.can_device_access_peer(group.rank, peer) for peer in peers)
 
 
-def _all_agree(group: TPGroup, yes: bool, device: torch.device) -> bool:
-    votes = group.comm.all_reduce(torch.full((1,), int(yes), device=device))
-    return int(votes) == group.size
+class _Votes:
+    """Steps that all ranks take together, and go on from only if all succeeded."""
+
+    def __init__(self, group: TPGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self.why = ""
+        """What this rank's last step raised, in brackets."""
+
+    def all_say_yes(self, step: Callable[[], bool]) -> bool:
+        try:
+            yes = step()
+        except Exception as error:  # of torch, of Triton, of the driver: the way without is there
+            yes, self.why = False, f" ({type(error).__name__}: {error})"
+        ballot = torch.full((1,), int(yes), device=self._device)
+        return int(self._group.comm.all_reduce(ballot)) == self._group.size

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tp_runtime.engine_config import EngineConfig
 from tp_runtime.ops.attention.metadata import AttentionMetadata, LayerKV, PrefillMetadata
+from tp_runtime.ops.sampling.sampler import SamplingBatch, SamplingClass, sample
 from tp_runtime.workers.kv_cache import KVGeometry
 from tp_runtime.workers.models.decoder import CausalLM
 
@@ -40,11 +41,27 @@ def warm_up(
     rows = hidden[: config.max_num_seqs]
     logits = model.lm_head.gather(model.compute_logits(rows))
     if logits is not None:
-        logits.float().softmax(-1).sort(-1)  # the full sampler's largest temporaries
+        sample(logits, _full_batch(len(logits), device))
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def _full_batch(rows: int, device: torch.device) -> SamplingBatch:
+    """Parameters with which a draw needs the most memory."""
+    ones = torch.ones(rows, device=device)
+    whole = torch.ones(rows, dtype=torch.int64, device=device)
+    return SamplingBatch(
+        kind=SamplingClass.FULL,
+        temperature=ones,
+        seed=whole,
+        position=whole,
+        top_k=5 * whole,
+        top_p=0.9 * ones,
+        min_p=0.01 * ones,
+        min_position=0 * whole,
+    )
 
 
 def _prefill(

@@ -54,7 +54,7 @@ def choose_backend(
         if reason is None:
             try:
                 return cls(), _why(name, reasons)
-            except (ImportError, OSError) as error:  # built for another torch, most often
+            except Exception as error:  # built for another torch, most often
                 reason = f"its package is installed and cannot be loaded ({error})"
         reasons[known] = reason
     others = [other for other in BACKENDS if other != name]

@@ -162,7 +162,7 @@ def _word_of(low, high, DTYPE: tl.constexpr):
         return first | (high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["patience"])
 def _all_reduce_kernel(
     x_ptr,
     residual_ptr,
@@ -229,7 +229,7 @@ def _all_reduce_kernel(
     tl.store(y_ptr + at, total, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["words", "patience"])
 def _all_gather_kernel(
     x_ptr,
     y_ptr,
@@ -291,6 +291,8 @@ def one_shot_all_reduce(
             f"{rows} rows of {words} words do not fit inboxes of {inboxes.rows} rows of "
             f"{inboxes.words}."
         )
+    if inboxes.flagged and words < 2:
+        raise ValueError("A flag needs a word of its own behind a row of one word.")
     if residual is not None and norm is None:
         raise ValueError("one_shot_all_reduce adds a residual only in front of a norm.")
     y = torch.empty_like(x)
