@@ -6,7 +6,9 @@ ids and lengths are checked, the garbage collector is set as in production, the 
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 import pstats
 import tempfile
 import time
@@ -39,8 +41,9 @@ _MEMORY_TOKENS = 400
 _SETTLED_STEPS = 4000
 """By then the prefix cache has filled the pool several times and the allocator has found its size:
 a server grows by some 8 MB over its first 4,000 steps and by 3 MB over the next 12,000."""
-_LONGEST = 40_960
-"""Positions of the shape whose config is used."""
+_LONGEST = 1 << 17
+"""Positions of the model whose config is used: null workers are quicker than any client, and no row
+may end before the client has its first thousand tokens."""
 _THREADS = ("engine", "output", "frontend", "tokenize")
 
 
@@ -70,7 +73,7 @@ class Case(NamedTuple):
     def max_tokens(self) -> int:
         """More than is waited for: no row ends while it is measured."""
         fill = self.rows * self.context // _BATCHED_TOKENS
-        return min(fill + 2 * self.steps + 20_000, _LONGEST - self.context)
+        return min(fill + 2 * self.steps + 40_000, _LONGEST - self.context)
 
     def config(self, folder: Path, trace: str) -> EngineConfig:
         length = self.context + self.max_tokens
@@ -141,9 +144,19 @@ def coordinator_command(
     return 0
 
 
+@contextlib.contextmanager
+def _long_model() -> Iterator[Path]:
+    """A model folder whose sequences may be long."""
+    with shape_folder("qwen3-8b") as folder:
+        config = json.loads((folder / "config.json").read_text())
+        config["max_position_embeddings"] = _LONGEST
+        (folder / "config.json").write_text(json.dumps(config))
+        yield folder
+
+
 def measure(case: Case) -> Measured:
     """Raises WorkerFailedError when the rows do not get their tokens."""
-    with tempfile.TemporaryDirectory() as scratch, shape_folder("qwen3-8b") as folder:
+    with tempfile.TemporaryDirectory() as scratch, _long_model() as folder:
         trace = Path(scratch) / "trace.json"
         with NullServer(case.config(folder, str(trace))) as server:
             stream = RawStream(server.address)
@@ -169,7 +182,7 @@ def measure_memory(rows: int, steps: int) -> float:
     case = Case(rows, context=512, window=SHORT_WINDOW, steps=0)
     params = SamplingParams(max_tokens=_MEMORY_TOKENS)
     with (
-        shape_folder("qwen3-8b") as folder,
+        _long_model() as folder,
         NullServer(_memory_config(case, folder)) as server,
     ):
         stream, number = RawStream(server.address), 0
@@ -201,7 +214,7 @@ def _memory_config(case: Case, folder: Path) -> EngineConfig:
 
 def profile_text(case: Case, lines: int = 18) -> str:
     """The engine thread's functions by own time while `case` runs."""
-    with tempfile.TemporaryDirectory() as scratch, shape_folder("qwen3-8b") as folder:
+    with tempfile.TemporaryDirectory() as scratch, _long_model() as folder:
         file = str(Path(scratch) / "profile")
         with NullServer(case.config(folder, ""), profile=file) as server:
             stream = RawStream(server.address)
