@@ -1,6 +1,6 @@
 """Every architecture equals transformers: logits within 1e-5 of the largest, greedy tokens equal.
 
-Tiny models in float32 in which every parameter is random, one to four real gloo processes. The
+Tiny models in float32 in which every parameter is random, one to eight real gloo processes. The
 shapes are the awkward ones: heads, KV heads, intermediate size and vocabulary that no rank count
 divides, head sizes that are not hidden / heads.
 """
@@ -78,9 +78,11 @@ VARIANTS = (
 )
 """Differ in ways that the number of ranks does not touch; two sizes are enough."""
 CASES = [(name, size) for name in MODELS for size in ((1, 4) if name in VARIANTS else (1, 2, 3, 4))]
+MANY_RANKS = [("qwen3", 7), ("qwen3", 8), ("qwen3-tied", 8)]
+"""More ranks than KV heads, uneven shares of everything."""
 
 
-@pytest.mark.parametrize(("name", "size"), CASES)
+@pytest.mark.parametrize(("name", "size"), [*CASES, *MANY_RANKS])
 def test_equals_transformers(name: str, size: int, model_folder: Any, gloo_pool: Pools) -> None:
     folder = model_folder(name)
     assert differences(run_on_ranks(gloo_pool, size, folder), reference(folder)) == []
