@@ -1,7 +1,8 @@
 """The ranks that share a model, and how they talk: `TPGroup` and its communicators.
 
 Layers get a `TPGroup` in their constructor and never ask torch.distributed for a rank. This is the
-only file of ops that calls torch.distributed. It knows nothing of how processes are started.
+file of ops that calls torch.distributed, but for the memory of `ops.symmetric`. It knows nothing of
+how processes are started.
 """
 
 from __future__ import annotations

@@ -25,9 +25,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
-
-from tp_runtime.ops.kernels.overlap import after_previous
 
 MAX_ROWS = 128
 _MIN_ROWS = 16
@@ -38,36 +35,17 @@ _ARRIVALS = 1024
 """Most tiles whose columns are split: several programs for each processor of any GPU."""
 _SMALL_WEIGHT = 3 << 21
 """Fewer elements than this leave processors idle with tiles of 64 rows."""
-_LINE = 128
-"""Elements that one prefetch instruction asks for."""
 
 
 class SkinnyConfig(NamedTuple):
     """Rows of W per program (gate and up together), columns per turn, programs per tile, turns
-    loaded ahead, warps; whether W is loaded by descriptor (TMA; not with `silu`, as a tile of two
-    descriptors' rows would take the way through registers); columns asked for early with
-    `overlap`."""
+    loaded ahead, warps."""
 
     tile: int
     columns: int
     splits: int
     stages: int
     warps: int
-    tma: bool = False
-    ahead: int = 0
-
-
-@triton.jit
-def _prefetch(pointer):
-    """Asks for `_LINE` elements at each pointer, into L2."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], 256; // $0",
-        "=r,l",
-        [pointer.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -115,7 +93,6 @@ def _store_silu(gate, up, bias_ptr, y_ptr, first, row, rows, outputs, BIAS: tl.c
 @triton.jit(do_not_specialize=["rows"])
 def _skinny_linear_kernel(
     x_ptr,
-    weight,  # a pointer, or with TMA a descriptor
     weight_ptr,
     bias_ptr,
     y_ptr,
@@ -129,10 +106,6 @@ def _skinny_linear_kernel(
     SILU: tl.constexpr,
     BIAS: tl.constexpr,
     EVEN: tl.constexpr,
-    TMA: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    AHEAD: tl.constexpr,
-    LINE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -150,10 +123,6 @@ def _skinny_linear_kernel(
     # Rows past the last are the last one: read, multiplied, never stored.
     line = tl.minimum(first + member % OUTPUTS, outputs - 1) + member // OUTPUTS * outputs
     base = weight_ptr + line.to(tl.int64)[:, None] * weight_stride
-    if OVERLAP and AHEAD:  # W is not written by the kernel before this one; x may be
-        early = tl.minimum(begin + tl.arange(0, AHEAD // LINE) * LINE, end - LINE)
-        _prefetch(base + early[None, :])
-    after_previous(OVERLAP)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     x_base = x_ptr + row[:, None] * x_stride
@@ -163,13 +132,9 @@ def _skinny_linear_kernel(
         place = (start + column)[None, :]
         if EVEN:
             x = tl.load(x_base + place, mask=row_inside, other=0.0)
-        else:
-            x = tl.load(x_base + place, mask=row_inside & (place < inputs), other=0.0)
-        if TMA:
-            w = weight.load([first, start])
-        elif EVEN:
             w = tl.load(base + place)
         else:
+            x = tl.load(x_base + place, mask=row_inside & (place < inputs), other=0.0)
             w = tl.load(base + place, mask=place < inputs, other=0.0)
         total = tl.dot(w, tl.trans(x), total)
 
@@ -226,14 +191,10 @@ def skinny_linear(
     bias: Tensor | None = None,
     *,
     silu: bool = False,
-    overlap: bool = False,
     config: SkinnyConfig | None = None,
 ) -> Tensor:
     """x [rows, K], weight [N, K] of one dtype, bfloat16 or float16 -> y [rows, N]; with `silu` N
     counts gate and up together and y is [rows, N / 2]. At most `MAX_ROWS` rows; last strides 1.
-
-    `overlap`: the kernel starts while the one before it still runs and waits for it only where it
-    reads x (see `overlap.py`); W must not be written by that kernel.
 
     Raises ValueError for other shapes, strides or dtypes."""
     _check(x, weight, silu)
@@ -250,9 +211,6 @@ def skinny_linear(
         raise ValueError(f"skinny_linear splits at most {_ARRIVALS} tiles, not {tiles}.")
     padded = max(_MIN_ROWS, triton.next_power_of_2(rows))
     even = inputs % chosen.columns == 0
-    shortest = inputs // chosen.columns // splits * chosen.columns  # range of any program
-    aligned = weight.stride(0) % 8 == 0 and weight.data_ptr() % 16 == 0
-    tma = chosen.tma and even and aligned and not silu
     partial, arrived = y, y
     if splits > 1:
         arrived = _arrivals(x.device)
@@ -260,7 +218,6 @@ def skinny_linear(
         partial = torch.empty(shape, dtype=torch.float32, device=x.device)
     _skinny_linear_kernel[(tiles * splits,)](
         x,
-        TensorDescriptor.from_tensor(weight, [tile, chosen.columns]) if tma else weight,
         weight,
         bias if bias is not None else x,
         y,
@@ -274,17 +231,12 @@ def skinny_linear(
         SILU=silu,
         BIAS=bias is not None,
         EVEN=even,
-        TMA=tma,
-        OVERLAP=overlap,
-        AHEAD=chosen.ahead if even and aligned and shortest >= _LINE else 0,
-        LINE=_LINE,
         ROWS=padded,
         TILE=tile,
         COLUMNS=chosen.columns,
         SPLITS=splits,
         num_warps=chosen.warps,
         num_stages=chosen.stages,
-        launch_pdl=overlap,
     )
     return y
 

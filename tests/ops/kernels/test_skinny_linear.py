@@ -19,8 +19,8 @@ from tp_runtime.ops.kernels.skinny_linear import (
 DTYPES = [torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
 WHOLE = SkinnyConfig(tile=64, columns=64, splits=1, stages=3, warps=4)
 SPLIT = SkinnyConfig(tile=32, columns=64, splits=3, stages=3, warps=4)
-DESCRIPTOR = SkinnyConfig(tile=128, columns=64, splits=2, stages=3, warps=4, tma=True)
-CONFIGS = [WHOLE, SPLIT, DESCRIPTOR]
+WIDE = SkinnyConfig(tile=128, columns=64, splits=2, stages=3, warps=4)
+CONFIGS = [WHOLE, SPLIT, WIDE]
 
 
 def inputs(
@@ -65,13 +65,6 @@ def test_gate_and_up_with_the_activation_behind(
     b = bias if biased else None
     got = skinny_linear(x, weight, b, silu=True, config=config)
     assert_close(got, silu_and_mul_reference(wide_product(x, weight, b)))
-
-
-def test_strides_of_views(device: torch.device) -> None:
-    """x is often a part of a packed projection, a weight a part of a packed weight."""
-    x, weight, _ = inputs(device, torch.float16, 4, 90, 384)
-    x, weight = x[:, 128:], weight[10:, :256]
-    assert_close(skinny_linear(x, weight, config=DESCRIPTOR), wide_product(x, weight))
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -121,3 +114,10 @@ def test_other_inputs_are_refused(device: torch.device) -> None:
         skinny_linear(ones(2, 8, dtype=torch.float32), ones(4, 8, dtype=torch.float32))
     with pytest.raises(ValueError, match="gate and up"):
         skinny_linear(ones(2, 8), ones(5, 8), silu=True)
+
+
+def test_strides_of_views(device: torch.device) -> None:
+    """x is often a part of a packed projection, a weight a part of a packed weight."""
+    x, weight, _ = inputs(device, torch.float16, 4, 90, 384)
+    x, weight = x[:, 128:], weight[10:, :256]
+    assert_close(skinny_linear(x, weight, config=WIDE), wide_product(x, weight))
