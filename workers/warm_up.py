@@ -15,8 +15,9 @@ from tp_runtime.ops.sampling.sampler import SamplingBatch, SamplingClass, sample
 from tp_runtime.workers.kv_cache import KVGeometry
 from tp_runtime.workers.models.decoder import CausalLM
 
-_SHORT = 8
-"""Tokens of a prefill that loads the kernels which only short ones use."""
+_SHORT = (8, 64, 128, 256, 512, 1024, 2048)
+"""Tokens of prefills that load the kernels which only short ones use: the first request of that
+length would wait a tenth of a second for them."""
 
 
 @torch.inference_mode()
@@ -35,8 +36,8 @@ def warm_up(
     tokens = config.max_num_batched_tokens if device.type == "cuda" else 16
     length = min(tokens, max_model_len)
     kv = geometry.allocate(1, device)
-    if device.type == "cuda":
-        _prefill(model, kv, 1, min(_SHORT, length), device)
+    for short in _SHORT if device.type == "cuda" else ():
+        _prefill(model, kv, 1, min(short, length), device)
     hidden = _prefill(model, kv, tokens // length, length, device)
     rows = hidden[: config.max_num_seqs]
     logits = model.lm_head.gather(model.compute_logits(rows))
