@@ -60,7 +60,7 @@ class SymmetricCommunicator:
     """`inner` for large tensors; one-shot exchanges for rows of `hidden` elements of `dtype`, few
     enough, and for gathering a few bytes. See `ops.kernels.one_shot`.
 
-    Not usable before `connect`, whose result says whether it is then."""
+    Not usable before `connect`; whether it works then, `test_few` and `test_many` say."""
 
     def __init__(
         self, inner: Communicator, rank: int, size: int, hidden: int, dtype: torch.dtype
