@@ -18,10 +18,18 @@ _syscall = ctypes.CDLL(None, use_errno=True).syscall
 
 
 def close_sockets(pid: int, to: int | None = None) -> int:
-    """How many were closed: all of the process, or its unix connections to the process `to`."""
-    pidfd = os.pidfd_open(pid)
+    """How many were closed: all of the process, or its unix connections to the process `to`. It may
+    end of the first ones already, or be ended, and then the others are closed too."""
+    pidfd, closed = os.pidfd_open(pid), 0
     try:
-        return sum(_close(pidfd, fd, to) for fd in sockets_of(pid))
+        for fd in sockets_of(pid):
+            try:
+                closed += _close(pidfd, fd, to)
+            except ProcessLookupError:
+                if not closed:
+                    raise
+                break
+        return closed
     finally:
         os.close(pidfd)
 
