@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tokens(folder: Path, dtype: torch.dtype, fill: float, graphs: bool) -> list[list[int]]:
-    """Of three sequences, in recorded steps of four rows or eagerly; the cache is full of `fill`."""
+    """Of three sequences, in recorded steps of four rows or eagerly. The cache holds `fill`."""
     config = ModelConfig.from_folder(folder)
     backend, _ = choose_backend(
         "auto",
