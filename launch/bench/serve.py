@@ -77,12 +77,13 @@ def serve_command(
 ) -> int:
     """Time to the first token, between tokens, and in the queue, over the socket."""
     names = ("num_requests", "rate", "clients", "background", "input_len", "output_len")
-    requests, *rest = (options.pop(name) for name in names)
-    with _server(model, address, null_step_ms if null_workers else None, options) as server:
+    load = {name: options.pop(name) for name in names}
+    null = null_step_ms if null_workers else None
+    with _server(model, address, null, load["background"], options) as server:
         conditions, where = server
-        served, seconds, info = asyncio.run(_measure(where, requests, *rest))
+        served, seconds, info = asyncio.run(_measure(where, *load.values()))
     conditions |= {
-        **dict(zip(names, (requests, *rest), strict=True)),
+        **load,
         "tensor_parallel_size": info.tensor_parallel_size,
         "dtype": conditions.get("dtype", info.dtype),
     }
@@ -95,7 +96,11 @@ def serve_command(
 
 @contextlib.contextmanager
 def _server(
-    model: str | None, address: str, null_step_ms: float | None, options: dict[str, Any]
+    model: str | None,
+    address: str,
+    null_step_ms: float | None,
+    background: int,
+    options: dict[str, Any],
 ) -> Iterator[tuple[dict[str, Any], str]]:
     """Conditions, and the address to connect to."""
     if address:
@@ -104,6 +109,11 @@ def _server(
     if null_step_ms is not None and not model and not options["shape"]:
         options["shape"] = "tiny"
     with open_target(model, options) as target:
+        if target.config.max_num_seqs <= background:
+            raise ConfigError(
+                f"--background {background} leaves no room beside it in a batch of --max-num-seqs "
+                f"{target.config.max_num_seqs}; give more, or a smaller background."
+            )
         if null_step_ms is not None:
             config = msgspec.structs.replace(
                 target.config, num_kv_blocks=target.config.num_kv_blocks or 1 << 16

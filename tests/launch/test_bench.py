@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from tp_runtime.engine_config import EngineConfig
 from tp_runtime.errors import RequestFailedError
 from tp_runtime.launch import cli
 from tp_runtime.launch.bench import serve, throughput
+from tp_runtime.launch.bench.null_server import NullServer
 from tp_runtime.launch.bench.reference_check import compare
 from tp_runtime.launch.bench.report import percentile
 from tp_runtime.launch.bench.shapes import SHAPES, shape_folder
@@ -127,9 +129,17 @@ def test_serve_measures_arrivals_beside_rows_that_decode(capfd):
 
 def test_serve_says_when_its_background_cannot_run_at_once(capfd, monkeypatch):
     monkeypatch.setattr(serve, "_START_S", 1.0)
-    flags = ("--null-workers", "--device", "cpu", "--background", "3", "--max-num-seqs", "2")
-    assert cli.run(["bench", "serve", *flags, "--num-requests", "1"]) == 2
-    assert "--max-num-seqs" in capfd.readouterr().err
+    flags = ("--null-workers", "--device", "cpu", "--background", "3", "--num-requests", "1")
+    assert cli.run(["bench", "serve", *flags, "--max-num-seqs", "3"]) == 2
+    assert "no room beside it in a batch of --max-num-seqs 3" in capfd.readouterr().err
+    with shape_folder("tiny") as folder:
+        config = EngineConfig(
+            model=str(folder), device="cpu", load_format="dummy", max_num_seqs=2, num_kv_blocks=8192
+        )
+        with NullServer(config, 1000) as elsewhere:
+            flags = ("--address", elsewhere.address, "--background", "3", "--num-requests", "1")
+            assert cli.run(["bench", "serve", *flags]) == 2
+    assert "do not all run at the same time" in capfd.readouterr().err
 
 
 def test_coordinator_reports_every_case_memory_and_profile(capfd):
