@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from tp_runtime.sampling_params import SamplingParams
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised with every change of a type below; peers with another version are refused by name."""
 
 FRAME_HEADER = b"TPR" + bytes([PROTOCOL_VERSION])
@@ -404,7 +404,6 @@ class WorkerLoaded(Struct, tag="loaded"):
     block_size: int
     kv_block_bytes: int
     attention_backend: str
-    load_s: float
 
 
 class AllocateKV(Struct, tag="allocate_kv"):

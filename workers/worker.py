@@ -12,7 +12,6 @@ import gc
 import logging
 import os
 import socket
-import time
 import traceback
 from typing import NoReturn
 
@@ -117,7 +116,6 @@ class Worker:
     def _build(self, device: torch.device, group: TPGroup, before: MemoryBefore) -> Runner:
         self.enter(Phase.LOAD)
         self.clock.enter("model")
-        started = time.monotonic()
         config, model_config = self.config, ModelConfig.from_folder(self.config.model)
         dtype = choose_dtype(config, model_config, device)
         max_model_len = resolve_max_model_len(config, model_config)
@@ -154,7 +152,6 @@ class Worker:
                 block_size=block_size,
                 kv_block_bytes=geometry.block_bytes,
                 attention_backend=f"{backend.name} ({reason})",
-                load_s=time.monotonic() - started,
             )
         )
         self.clock.enter("other ranks")

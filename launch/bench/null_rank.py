@@ -46,7 +46,6 @@ def null_worker(step_us: int) -> Callable[[EngineConfig, RankPlace, int, list[in
                 block_size=config.block_size or BLOCK_SIZE,
                 kv_block_bytes=0,
                 attention_backend="none (null worker)",
-                load_s=0.0,
             )
         )
         status.receive()
