@@ -216,15 +216,13 @@ def paged_decode(
     window: int | None,
     config: DecodeConfig,
     counters: Tensor,
-    overlap: bool | None = None,
 ) -> Tensor:
     """q [B, H, D], last stride 1; caches [blocks, page, KV, D], any strides but the last, which is
     1, the same for both; context_lens [B] int32 (0: padding row); block_tables [B, max_blocks]
     int32; `counters` int32, B * KV or more, zero before and after.
 
-    `overlap`: launched beside the end of the kernel before; None: where that can be had. Returns
-    [B, H, D], contiguous; zero for padding rows. Reads nothing on the host."""
-    overlap = overlaps(q) if overlap is None else overlap
+    Returns [B, H, D], contiguous; zero for padding rows. Reads nothing on the host."""
+    overlap = overlaps(q)
     rows, heads, size = q.shape
     page, kv_heads = k_cache.shape[1:3]
     group, splits = heads // kv_heads, config.splits
