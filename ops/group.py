@@ -40,14 +40,12 @@ class Communicator(Protocol):
         next is computed; the same answer on every rank."""
         ...
 
-    def fuses_norm(self, x: Tensor) -> bool:
-        """Whether `all_reduce_norm` takes `x`; the same answer on every rank."""
-        ...
-
     def all_reduce_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """With s = sum of `x` over ranks (+ residual): (RMSNorm of s, s), as `ops.norm` has it."""
+    ) -> tuple[Tensor, Tensor] | None:
+        """With s = sum of `x` over ranks (+ residual): (RMSNorm of s, s), as `ops.norm` has it. x,
+        residual [rows, hidden], weight [hidden]. None, on every rank, and nothing done, where that
+        is not one kernel for such an `x`."""
         ...
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
@@ -79,23 +77,13 @@ class Communicator(Protocol):
 class _Plain:
     """A communicator whose sums are operations of their own, one after the other."""
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def begin_all_reduce(self, x: Tensor) -> Callable[[], None]:
-        self.all_reduce(x)
-        return lambda: None
-
     def sums_in_parts(self, rows: int) -> int:
         return 1
 
-    def fuses_norm(self, x: Tensor) -> bool:
-        return False
-
     def all_reduce_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("Ask fuses_norm first.")
+    ) -> tuple[Tensor, Tensor] | None:
+        return None
 
 
 class SingleCommunicator(_Plain):
@@ -105,6 +93,9 @@ class SingleCommunicator(_Plain):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
+
+    def begin_all_reduce(self, x: Tensor) -> Callable[[], None]:
+        return lambda: None
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         return [x]

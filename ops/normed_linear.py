@@ -9,8 +9,6 @@ next projection follows at once. Over symmetric memory the first three are one k
 
 from __future__ import annotations
 
-from typing import TypeGuard
-
 from torch import Tensor
 
 from tp_runtime.ops.activation import SiluAndMul
@@ -23,8 +21,9 @@ from tp_runtime.ops.product import MAX_SILU_ROWS, is_skinny
 
 def add_norm(x: Hidden, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual); residual None: (norm(x), x). All [tokens, hidden]."""
-    if _in_one_kernel(x):
-        return x.group.comm.all_reduce_norm(x.term, residual, norm.weight, norm.eps)
+    done = _in_one_kernel(x, residual, norm)
+    if done is not None:
+        return done
     whole = _whole(x)
     return (norm(whole), whole) if residual is None else norm(whole, residual)
 
@@ -35,11 +34,13 @@ def normed_linear(
     """(linear(norm(x + residual)), x + residual); residual None: (linear(norm(x)), x).
 
     x, residual [tokens, hidden] -> [tokens, local outputs], [tokens, hidden]"""
-    if not _in_one_kernel(x):
-        x = _whole(x)
-        if runs_kernels(x) and x.shape[0] == 1:
-            return _one_row(x, residual, norm, linear, silu=False)
-    normed, residual = add_norm(x, residual, norm)
+    done = _in_one_kernel(x, residual, norm)
+    if done is None:
+        whole = _whole(x)
+        if runs_kernels(whole) and whole.shape[0] == 1:
+            return _one_row(whole, residual, norm, linear, silu=False)
+        done = add_norm(whole, residual, norm)
+    normed, residual = done
     return linear(normed), residual
 
 
@@ -49,11 +50,13 @@ def normed_gate_up(
     """(act(linear(norm(x + residual))), x + residual)
 
     x, residual [tokens, hidden] -> [tokens, local intermediate], [tokens, hidden]"""
-    if not _in_one_kernel(x):
-        x = _whole(x)
-        if runs_kernels(x) and x.shape[0] == 1:
-            return _one_row(x, residual, norm, linear, silu=True)
-    normed, residual = add_norm(x, residual, norm)
+    done = _in_one_kernel(x, residual, norm)
+    if done is None:
+        whole = _whole(x)
+        if runs_kernels(whole) and whole.shape[0] == 1:
+            return _one_row(whole, residual, norm, linear, silu=True)
+        done = add_norm(whole, residual, norm)
+    normed, residual = done
     if runs_kernels(normed) and normed.shape[0] == 1:
         return _one_row(normed, None, None, linear, silu=True)[0], residual
     if is_skinny(normed, MAX_SILU_ROWS):
@@ -63,9 +66,13 @@ def normed_gate_up(
     return act(linear(normed)), residual
 
 
-def _in_one_kernel(x: Hidden) -> TypeGuard[Partial]:
-    """Whether sum, residual add and norm are."""
-    return isinstance(x, Partial) and runs_kernels(x.term) and x.group.comm.fuses_norm(x.term)
+def _in_one_kernel(
+    x: Hidden, residual: Tensor | None, norm: RMSNorm
+) -> tuple[Tensor, Tensor] | None:
+    """Sum over the ranks, residual add and norm, where one kernel makes them; None elsewhere."""
+    if not isinstance(x, Partial) or not runs_kernels(x.term):
+        return None
+    return x.group.comm.all_reduce_norm(x.term, residual, norm.weight, norm.eps)
 
 
 def _whole(x: Hidden) -> Tensor:

@@ -99,7 +99,7 @@ class SymmetricCommunicator:
     # ------------------------------------------------------------ Communicator
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if not self.fuses_norm(x):
+        if not self._fits(x):
             return self._inner.all_reduce(x)
         return self._kernels.one_shot_all_reduce(x, self._for(x))[0]
 
@@ -112,7 +112,7 @@ class SymmetricCommunicator:
     def sums_in_parts(self, rows: int) -> int:
         return self._inner.sums_in_parts(rows)
 
-    def fuses_norm(self, x: Tensor) -> bool:
+    def _fits(self, x: Tensor) -> bool:
         return (
             x.dim() == 2
             and x.shape[0] <= self.max_rows
@@ -124,7 +124,9 @@ class SymmetricCommunicator:
 
     def all_reduce_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor] | None:
+        if not self._fits(x):
+            return None
         return self._kernels.one_shot_all_reduce(
             x, self._for(x), norm=weight, eps=eps, residual=residual
         )

@@ -92,9 +92,10 @@ def _one_shot(
 
     x = torch.ones(max(1, size // (2 * _HIDDEN)), _HIDDEN, dtype=torch.bfloat16, device=device)
     names = ("one-shot graph", "one-shot + add + norm graph")
-    if fast is None or not fast.comm.fuses_norm(x):
+    residual, weight = x.clone(), x[0].clone()
+    if fast is None or fast.comm.all_reduce_norm(x, residual, weight, 1e-6) is None:
         return dict.fromkeys(names)
-    residual, weight, comm = x.clone(), x[0].clone(), fast.comm
+    comm = fast.comm
     calls: tuple[Callable[[], object], ...] = (
         lambda: comm.all_reduce(x),
         lambda: comm.all_reduce_norm(x, residual, weight, 1e-6),
