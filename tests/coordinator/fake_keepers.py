@@ -95,7 +95,7 @@ class FakeKeeper:
     def load(self, digest: str = "same", blocks: int = 10, block_size: int = 16) -> None:
         assert self.status is not None
         self.status.send(
-            WorkerLoaded(self.rank, digest, 100, blocks, block_size, 4096, "reference", 0.1)
+            WorkerLoaded(self.rank, digest, 100, blocks, block_size, 4096, "reference")
         )
 
     def ready(self) -> None:
