@@ -6,12 +6,13 @@
 
 Every rank has an inbox with a place for each sender. A program takes one row, writes it to the
 inboxes of the others, and waits until theirs are in its own. Rounded where `ops.norm` rounds; every
-rank adds the same numbers in the same order and gets the same bits.
+rank adds the same numbers in the order of the ranks and gets the same bits.
 
 Few rows are sent in words of 64 bits, 32 of them data and 32 the number of the exchange, so that
 data and the sign of its arrival are one store and nothing else needs to be ordered (the LL protocol
 of NCCL does the same). Of many rows that would be twice as much as the links can take in the time:
-they are sent as they are, with one flag behind each row.
+they are sent as they are, with one flag behind each row. Of very many, `ops.kernels.two_shot` sends
+less.
 
 Two sets of places take turns. That is enough: who writes a place again has received the exchange in
 between, which the other sent after it had read this one. `turns` counts the exchanges of each row,
@@ -20,39 +21,35 @@ on the device, so that it all can be recorded in a graph.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_runtime.ops.kernels.inboxes import (
+    Inboxes,
+    inbox_of,
+    put_row,
+    raise_flag,
+    sum_with_received,
+)
 from tp_runtime.ops.kernels.overlap import after_previous, overlaps
+from tp_runtime.ops.kernels.summed_row import (
+    DTYPES,
+    finish_row,
+    high_value,
+    low_value,
+    warps_of,
+    word_of,
+    words_of,
+)
 
 SETS = 2
 
 
-@dataclass(frozen=True)
-class Inboxes:
-    """`addresses` [ranks] int64: of each rank's inbox, [SETS, ranks, rows, words] of 64 bits,
-    zero at first. `turns` [rows] int32, zero at first. `words`: 32-bit words in a row, at most.
-    `flagged`: a flag for a row, not for a word; an inbox is used in one way only.
-    `patience`: how often a program looks for late words before it goes on without them; 0: for
-    ever."""
-
-    rank: int
-    ranks: int
-    rows: int
-    words: int
-    addresses: Tensor
-    turns: Tensor
-    patience: int = 0
-    flagged: bool = False
-
-
-@triton.jit
-def _inbox(addresses_ptr, rank: tl.constexpr):
-    return tl.multiple_of(tl.load(addresses_ptr + rank).to(tl.pointer_type(tl.int64)), 16)
+def one_shot_inbox_size(ranks: int, rows: int, words: int) -> int:
+    """Of 64 bits, for an inbox [SETS, ranks, rows, words]."""
+    return SETS * ranks * rows * words
 
 
 @triton.jit
@@ -76,11 +73,11 @@ def _exchange(
     base = ((turn & 1) * RANKS).to(tl.int64)
     for peer in tl.static_range(RANKS):
         if peer != RANK:
-            inbox = _inbox(addresses_ptr, peer)
+            inbox = inbox_of(addresses_ptr, peer)
             tl.store(inbox + ((base + RANK) * ROWS + row) * WORDS + word, packed, mask=inside)
     source = tl.arange(0, SOURCES)[:, None]
     expected = inside[None, :] & (source < RANKS) & (source != RANK)
-    at = _inbox(addresses_ptr, RANK) + ((base + source) * ROWS + row) * WORDS + word[None, :]
+    at = inbox_of(addresses_ptr, RANK) + ((base + source) * ROWS + row) * WORDS + word[None, :]
     got = tl.load(at, mask=expected, other=tag, volatile=True)
     late = tl.max(tl.max(((got >> 32) != (tag >> 32)).to(tl.int32), axis=1), axis=0)
     looks = 0
@@ -92,7 +89,22 @@ def _exchange(
 
 
 @triton.jit
-def _exchange_flagged(
+def _sum_in_order(parts, RANKS: tl.constexpr, SOURCES: tl.constexpr, DTYPE: tl.constexpr):
+    """parts [SOURCES, BLOCK] int32 -> low and high values, float32 [BLOCK], added rank by rank: a
+    reduction of floats along the sources would add them in an order of its own."""
+    source = tl.arange(0, SOURCES)[:, None]
+    first = tl.sum(tl.where(source == 0, parts, 0), axis=0)
+    low = low_value(first, DTYPE)
+    high = high_value(first, DTYPE)
+    for rank in tl.static_range(1, RANKS):
+        part = tl.sum(tl.where(source == rank, parts, 0), axis=0)
+        low += low_value(part, DTYPE)
+        high += high_value(part, DTYPE)
+    return low, high
+
+
+@triton.jit
+def _sum_flagged(
     mine,
     word,
     inside,
@@ -104,62 +116,24 @@ def _exchange_flagged(
     RANKS: tl.constexpr,
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
-    SOURCES: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
-    """As `_exchange`, with one flag for a row: the last of its places."""
+    """As `_exchange` and `_sum_in_order`, with one flag for a row: the last of its places."""
     base = ((turn & 1) * RANKS).to(tl.int64)
     flag = turn.to(tl.int64)
     for peer in tl.static_range(RANKS):
         if peer != RANK:
-            place = _inbox(addresses_ptr, peer) + ((base + RANK) * ROWS + row) * WORDS
-            tl.store(place.to(tl.pointer_type(tl.int32)) + word, mine, mask=inside)
+            place = inbox_of(addresses_ptr, peer) + ((base + RANK) * ROWS + row) * WORDS
+            put_row(place, mine, word, inside)
     tl.debug_barrier()
     for peer in tl.static_range(RANKS):
         if peer != RANK:
-            place = _inbox(addresses_ptr, peer) + ((base + RANK) * ROWS + row) * WORDS
-            tl.atomic_xchg(place + WORDS - 1, flag, sem="release", scope="sys")
-    for peer in tl.static_range(RANKS):
-        if peer != RANK:
-            place = _inbox(addresses_ptr, RANK) + ((base + peer) * ROWS + row) * WORDS
-            seen = tl.atomic_add(place + WORDS - 1, 0, sem="acquire", scope="sys")
-            looks = 0
-            while (seen != flag) & ((patience == 0) | (looks < patience)):
-                seen = tl.atomic_add(place + WORDS - 1, 0, sem="acquire", scope="sys")
-                looks += 1
-    tl.debug_barrier()
-    source = tl.arange(0, SOURCES)[:, None]
-    expected = inside[None, :] & (source < RANKS) & (source != RANK)
-    at = _inbox(addresses_ptr, RANK) + ((base + source) * ROWS + row) * WORDS
-    at = at.to(tl.pointer_type(tl.int32)) + word[None, :]
-    got = tl.load(at, mask=expected, other=0, volatile=True)
-    return tl.where(source == RANK, mine[None, :], got)
-
-
-@triton.jit
-def _low(bits, DTYPE: tl.constexpr):
-    """The first value in each word, float32."""
-    if DTYPE == tl.float32:
-        return bits.to(tl.float32, bitcast=True)
-    else:
-        return bits.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _high(bits, DTYPE: tl.constexpr):
-    """The second value in each word, float32; zero where a word is one value."""
-    if DTYPE == tl.float32:
-        return bits.to(tl.float32) * 0.0
-    else:
-        return (bits >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _word_of(low, high, DTYPE: tl.constexpr):
-    if DTYPE == tl.float32:
-        return low.to(tl.int32, bitcast=True)
-    else:
-        first = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        return first | (high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+            place = inbox_of(addresses_ptr, peer) + ((base + RANK) * ROWS + row) * WORDS
+            raise_flag(place, flag, WORDS)
+    first = inbox_of(addresses_ptr, RANK) + (base * ROWS + row) * WORDS
+    return sum_with_received(
+        *(first, mine, word, inside, flag, patience), *(RANK, RANKS, ROWS * WORDS, WORDS, DTYPE)
+    )
 
 
 @triton.jit(do_not_specialize=["patience"])
@@ -200,33 +174,21 @@ def _all_reduce_kernel(
     if ADD:
         residual = tl.load(residual_ptr + at, mask=inside, other=0)
     if FLAGGED:
-        parts = _exchange_flagged(
+        low, high = _sum_flagged(
             *(mine, word, inside, turn, row, addresses_ptr, patience),
-            *(RANK, RANKS, ROWS, WORDS, SOURCES),
+            *(RANK, RANKS, ROWS, WORDS, DTYPE),
         )
     else:
         parts = _exchange(
             *(mine, word, inside, turn, row, addresses_ptr, patience),
             *(RANK, RANKS, ROWS, WORDS, SOURCES),
         )
+        low, high = _sum_in_order(parts, RANKS, SOURCES, DTYPE)
     tl.store(turns_ptr + row, turn)
-    low = tl.sum(_low(parts, DTYPE), axis=0)
-    high = tl.sum(_high(parts, DTYPE), axis=0)
-    total = _word_of(low, high, DTYPE)
-    if ADD:
-        low = _low(total, DTYPE) + _low(residual, DTYPE)
-        high = _high(total, DTYPE) + _high(residual, DTYPE)
-        total = _word_of(low, high, DTYPE)
-    if NORM:
-        tl.store(sum_ptr + at, total, mask=inside)
-        low = _low(total, DTYPE)
-        high = _high(total, DTYPE)
-        scale = tl.rsqrt(tl.sum(low * low + high * high, axis=0) / SIZE + eps)
-        scaled = _word_of(low * scale, high * scale, DTYPE)
-        low = _low(scaled, DTYPE) * _low(norm, DTYPE)
-        high = _high(scaled, DTYPE) * _high(norm, DTYPE)
-        total = _word_of(low, high, DTYPE)
-    tl.store(y_ptr + at, total, mask=inside)
+    finish_row(
+        *(word_of(low, high, DTYPE), residual, norm, y_ptr, sum_ptr, at, inside, eps),
+        *(SIZE, ADD, NORM, DTYPE),
+    )
 
 
 @triton.jit(do_not_specialize=["words", "patience"])
@@ -258,14 +220,6 @@ def _all_gather_kernel(
     tl.store(y_ptr + where, parts, mask=(source < RANKS) & inside[None, :])
 
 
-_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
-
-def words_of(size: int, dtype: torch.dtype) -> int:
-    """32-bit words in `size` elements."""
-    return size * dtype.itemsize // 4
-
-
 def one_shot_all_reduce(
     x: Tensor,
     inboxes: Inboxes,
@@ -278,23 +232,11 @@ def one_shot_all_reduce(
 
     Returns (sum over ranks, the same) without a norm, else (norm(sum + residual), sum + residual).
     Raises ValueError for what does not fit the inboxes."""
+    inboxes.check(x, norm, residual)
     rows, size = x.shape
     words = words_of(size, x.dtype)
-    contiguous = x.is_contiguous() and (residual is None or residual.is_contiguous())
-    if x.dtype not in _DTYPES or size % 2 or not contiguous:
-        raise ValueError(
-            f"one_shot_all_reduce takes contiguous rows of an even number of elements of two or "
-            f"four bytes, not {list(x.shape)} {x.dtype} with strides {x.stride()}."
-        )
-    if rows > inboxes.rows or words != inboxes.words:
-        raise ValueError(
-            f"{rows} rows of {words} words do not fit inboxes of {inboxes.rows} rows of "
-            f"{inboxes.words}."
-        )
     if inboxes.flagged and words < 2:
         raise ValueError("A flag needs a word of its own behind a row of one word.")
-    if residual is not None and norm is None:
-        raise ValueError("one_shot_all_reduce adds a residual only in front of a norm.")
     y = torch.empty_like(x)
     summed = torch.empty_like(x) if norm is not None else y
     if rows == 0:
@@ -318,20 +260,15 @@ def one_shot_all_reduce(
         FLAGGED=inboxes.flagged,
         ADD=residual is not None,
         NORM=norm is not None,
-        DTYPE=_DTYPES[x.dtype],
+        DTYPE=DTYPES[x.dtype],
         SOURCES=triton.next_power_of_2(inboxes.ranks),
         BLOCK=triton.next_power_of_2(words),
         OVERLAP=overlap,
         launch_pdl=overlap,
-        num_warps=_warps(words * inboxes.ranks),
+        num_warps=warps_of(words * inboxes.ranks),
         enable_fp_fusion=False,  # products are rounded before they are added
     )
     return y, summed
-
-
-def _warps(words: int) -> int:
-    """Sixteen words a thread are enough for a load and few enough for the registers."""
-    return max(1, min(16, triton.next_power_of_2(words) // 512))
 
 
 def one_shot_all_gather(x: Tensor, inboxes: Inboxes) -> Tensor:
@@ -362,6 +299,6 @@ def one_shot_all_gather(x: Tensor, inboxes: Inboxes) -> Tensor:
         BLOCK=triton.next_power_of_2(words),
         OVERLAP=overlap,
         launch_pdl=overlap,
-        num_warps=_warps(words * inboxes.ranks),
+        num_warps=warps_of(words * inboxes.ranks),
     )
     return y

@@ -1,5 +1,4 @@
-"""Exchanges over inboxes. The ranks take turns in one process: each first sends without waiting,
-then does it again and finds what the others sent."""
+"""Exchanges over inboxes in one step. The ranks take turns in one process."""
 
 from __future__ import annotations
 
@@ -9,61 +8,25 @@ import pytest
 import torch
 
 from tests.ops.kernels.closeness import assert_close, assert_same_bits
+from tests.ops.kernels.ranks_in_turn import RanksInTurn, terms, total
 from tp_runtime.ops.kernels.one_shot import (
     SETS,
-    Inboxes,
     one_shot_all_gather,
     one_shot_all_reduce,
-    words_of,
+    one_shot_inbox_size,
 )
+from tp_runtime.ops.kernels.summed_row import words_of
 from tp_runtime.ops.norm import add_rms_norm_reference, rms_norm_reference
 
 EPS = 1e-6
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-class Ranks:
-    """The inboxes of all ranks, in the memory of one device."""
-
-    def __init__(
-        self, ranks: int, rows: int, words: int, device: torch.device, flagged: bool = False
-    ) -> None:
-        shape = (SETS, ranks, rows, words)
-        self.memory = [torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(ranks)]
-        addresses = torch.tensor([m.data_ptr() for m in self.memory], device=device)
-        self.of = [
-            Inboxes(
-                rank,
-                ranks,
-                rows,
-                words,
-                addresses,
-                torch.zeros(rows, dtype=torch.int32, device=device),
-                patience=1,
-                flagged=flagged,
-            )
-            for rank in range(ranks)
-        ]
-
-    def each(self, call):  # type: ignore[no-untyped-def]
-        """`call(rank, its inboxes)` twice; the second results."""
-        before = [own.turns.clone() for own in self.of]
-        for rank, own in enumerate(self.of):
-            call(rank, own)
-        for own, turns in zip(self.of, before, strict=True):
-            own.turns.copy_(turns)
-        return [call(rank, own) for rank, own in enumerate(self.of)]
-
-
-def terms(ranks: int, rows: int, size: int, dtype: torch.dtype, device: torch.device):  # type: ignore[no-untyped-def]
-    return [torch.randn(rows, size, device=device).to(dtype) for _ in range(ranks)]
-
-
-def total(parts: list[torch.Tensor]) -> torch.Tensor:
-    wide = parts[0].float()
-    for part in parts[1:]:
-        wide = wide + part.float()
-    return wide.to(parts[0].dtype)
+def in_turn(
+    ranks: int, rows: int, words: int, device: torch.device, flagged: bool = False
+) -> RanksInTurn:
+    size = one_shot_inbox_size(ranks, rows, words)
+    return RanksInTurn(ranks, rows, words, device, size, 1, flagged)
 
 
 @pytest.mark.parametrize("flagged", [False, True])
@@ -72,16 +35,13 @@ def total(parts: list[torch.Tensor]) -> torch.Tensor:
 def test_the_sum_is_that_of_all_ranks_and_the_same_bits_everywhere(
     device: torch.device, ranks: int, dtype: torch.dtype, flagged: bool
 ) -> None:
-    together = Ranks(ranks, 3, words_of(72, dtype), device, flagged)
+    together = in_turn(ranks, 3, words_of(72, dtype), device, flagged)
     for rows in (1, 3, 2, 3):
         x = terms(ranks, rows, 72, dtype, device)
         results = together.each(lambda rank, own, x=x: one_shot_all_reduce(x[rank], own)[0])
         for result in results[1:]:
             assert_same_bits(result, results[0])
-        if ranks == 2:
-            assert_same_bits(results[0], total(x))
-        else:
-            assert_close(results[0], total([part.double() for part in x]).to(dtype))
+        assert_same_bits(results[0], total(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,7 +49,7 @@ def test_the_sum_is_that_of_all_ranks_and_the_same_bits_everywhere(
 def test_residual_and_norm_are_those_of_the_separate_layers(
     device: torch.device, size: int, flagged: bool, dtype: torch.dtype
 ) -> None:
-    together = Ranks(2, 3, words_of(size, dtype), device, flagged)
+    together = in_turn(2, 3, words_of(size, dtype), device, flagged)
     norm = (1 + 0.3 * torch.randn(size, device=device)).to(dtype)
     for rows in (3, 1, 2):
         x = terms(2, rows, size, dtype, device)
@@ -111,7 +71,7 @@ def test_residual_and_norm_are_those_of_the_separate_layers(
 
 
 def test_gathering_gives_every_rank_everything_in_order(device: torch.device) -> None:
-    together = Ranks(3, 1, 64, device)
+    together = in_turn(3, 1, 64, device)
     for count in (1, 32, 5, 5):
         x = [torch.randint(-(1 << 62), 1 << 62, (count,), device=device) for _ in range(3)]
         for result in together.each(lambda rank, own, x=x: one_shot_all_gather(x[rank], own)):
@@ -121,18 +81,19 @@ def test_gathering_gives_every_rank_everything_in_order(device: torch.device) ->
 def test_words_of_an_earlier_exchange_are_not_taken_for_new_ones(device: torch.device) -> None:
     """A rank that is alone with its patience at an end adds what is not there as it finds it; what
     matters is that it looked for the others' words and did not go on at once."""
-    together = Ranks(2, 1, 8, device)
+    together = in_turn(2, 1, 8, device)
     x = terms(2, 1, 16, torch.bfloat16, device)
     for _ in range(4):
         together.each(lambda rank, own: one_shot_all_reduce(x[rank], own)[0])
     assert [int(own.turns[0]) for own in together.of] == [4, 4]
-    sent = {int(word) >> 32 for word in together.memory[0][0, 1, 0]}
+    places = together.memory[0].view(SETS, 2, 1, 8)
+    sent = {int(word) >> 32 for word in places[0, 1, 0]}
     assert sent == {4}, "the set of even turns holds the words of the fourth exchange"
-    assert {int(word) >> 32 for word in together.memory[0][1, 1, 0]} == {3}
+    assert {int(word) >> 32 for word in places[1, 1, 0]} == {3}
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
-    own = Ranks(2, 2, 8, device).of[0]
+    own = in_turn(2, 2, 8, device).of[0]
     with pytest.raises(ValueError, match="do not fit inboxes of 2 rows of 8"):
         one_shot_all_reduce(torch.zeros(3, 16, dtype=torch.bfloat16, device=device), own)
     with pytest.raises(ValueError, match="do not fit"):
