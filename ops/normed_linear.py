@@ -2,8 +2,8 @@
 
 A projection's sum over the ranks, the residual add and the norm come one after the other, and the
 next projection follows at once. Over symmetric memory the first three are one kernel
-(`ops.kernels.one_shot`). With one token on a GPU norm and projection are one
-(`ops.kernels.row_linear`), and with a few tokens gate, up and activation are
+(`ops.kernels.one_shot`, `ops.kernels.two_shot`). With one token on a GPU norm and projection are
+one (`ops.kernels.row_linear`), and with a few tokens gate, up and activation are
 (`ops.kernels.skinny_linear`). Otherwise the layers are called one by one.
 """
 

@@ -8,28 +8,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tp_runtime.ops.exchange_check import gathering_is_right, sums_are_right
 from tp_runtime.ops.group import Communicator, TPGroup
+from tp_runtime.ops.sum_way import ChooseWay, SumWay, choose_way, most_rows
 
 if TYPE_CHECKING:
-    from tp_runtime.ops.kernels.one_shot import Inboxes
+    from tp_runtime.ops.kernels.inboxes import Inboxes
 
-_FEW_ROWS = 32
-"""So many are sent word by word with their numbers; measured with 4,096 elements on two H200."""
-_MAX_ROWS = 512
-"""Each is a program that waits for others, so all of them must find room on a GPU at once: four of
-256 threads on each of an H200's 132 processors."""
-_MAX_SENT_BYTES = 4 << 20
-"""What one rank may send to all others together; beyond, NCCL's ring moves less."""
 _GATHERED_WORDS = 2048
-_TURNS = 4
-"""Exchanges in a test: each place is used again."""
 _SELF_TEST_LOOKS = 1_000_000
 """Each takes about a microsecond: a self-test fails after a second or two."""
 
@@ -56,55 +50,98 @@ class SharedMemory:
         return torch.tensor(addresses, dtype=torch.int64, device=self.tensor.device)
 
 
-class SymmetricCommunicator:
-    """`inner` for large tensors; one-shot exchanges for rows of `hidden` elements of `dtype`, few
-    enough, and for gathering a few bytes. See `ops.kernels.one_shot`.
+def _processors(ranks: int) -> int:
+    """Of the smallest of the GPUs that the ranks have, the first `ranks`: all find the same."""
+    return min(
+        torch.cuda.get_device_properties(index).multi_processor_count for index in range(ranks)
+    )
 
-    Not usable before `connect`; whether it works then, `test_few` and `test_many` say."""
+
+@dataclass(frozen=True)
+class _Sums:
+    """The kernel of one way, and the inboxes it alone uses."""
+
+    kernel: Callable[..., tuple[Tensor, Tensor]]
+    inboxes: Inboxes
+
+
+class SymmetricCommunicator:
+    """`inner` for large tensors; own exchanges for rows of `hidden` elements of `dtype`, few
+    enough, and for gathering a few bytes. Which way a sum goes, `choose` says (`ops.sum_way`).
+
+    Not usable before `connect`; what works then, `test_first` and `test` say.
+    Memory: with 4,096 elements of bfloat16 36 MB for two ranks (512 rows in one step), and no more
+    for others: 24 MB for three, 18 for four, 14 for eight, of which two steps take 8.5."""
 
     def __init__(
-        self, inner: Communicator, rank: int, size: int, hidden: int, dtype: torch.dtype
+        self,
+        inner: Communicator,
+        rank: int,
+        size: int,
+        hidden: int,
+        dtype: torch.dtype,
+        choose: ChooseWay = choose_way,
     ) -> None:
-        from tp_runtime.ops.kernels import one_shot  # triton: CUDA only
+        # Triton is had with CUDA only.
+        from tp_runtime.ops.kernels import inboxes, one_shot, summed_row, two_shot
 
         self.name = f"{inner.name} + symmetric memory"
         self._inner = inner
-        self._kernels = one_shot
+        self._one_shot, self._two_shot, self._new_inboxes = one_shot, two_shot, inboxes.Inboxes
         self._rank, self._size = rank, size
         self._hidden, self._dtype = hidden, dtype
-        words = one_shot.words_of(hidden, dtype)
-        self.max_rows = max(1, min(_MAX_ROWS, _MAX_SENT_BYTES // (4 * words * (size - 1))))
-        shapes = [(min(_FEW_ROWS, self.max_rows), words), (self.max_rows, words)]
-        self._shapes = [*shapes, (1, _GATHERED_WORDS)]
-        """Rows and words of the three inboxes: few rows, many rows, small tensors."""
-        device = torch.device("cuda", torch.cuda.current_device())
-        total = sum(self._places(rows, words) for rows, words in self._shapes)
-        self._memory: SharedMemory | None = SharedMemory(total, device)
+        self._choose = choose
+        self._sums: dict[SumWay, _Sums] = {}
+        self._words = summed_row.words_of(hidden, dtype)
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        total = sum(self._size_of(way, rows) for way, rows in self._rows().items())
+        total += one_shot.one_shot_inbox_size(size, 1, _GATHERED_WORDS)
+        self._memory: SharedMemory | None = SharedMemory(total, self._device)
 
-    def _places(self, rows: int, words: int) -> int:
-        return self._kernels.SETS * self._size * rows * words
+    def _rows(self) -> dict[SumWay, int]:
+        """The most rows that go each way, of those that any go."""
+        most = {way: most_rows(self._choose, way, 4 * self._words, self._size) for way in SumWay}
+        at_once = self._two_shot.two_shot_rows(self._words, _processors(self._size))
+        most[SumWay.TWO_SHOT] = min(most[SumWay.TWO_SHOT], at_once)
+        return {way: rows for way, rows in most.items() if rows > 0}
+
+    def _size_of(self, way: SumWay, rows: int) -> int:
+        if way is SumWay.TWO_SHOT:
+            return self._two_shot.two_shot_inbox_size(self._size, rows, self._words)
+        return self._one_shot.one_shot_inbox_size(self._size, rows, self._words)
 
     def connect(self) -> None:
         """Collective. Raises RuntimeError when the memory cannot be shared."""
         if self._memory is None:
             raise RuntimeError("the communicator is closed")
-        self._device = self._memory.tensor.device
-        base, made = self._memory.share(), []
-        for rows, words in self._shapes:
-            turns = torch.zeros(rows, dtype=torch.int32, device=self._device)
-            made.append(self._kernels.Inboxes(self._rank, self._size, rows, words, base, turns))
-            base = base + 8 * self._places(rows, words)
-        self._few, self._many, self._small = made[0], replace(made[1], flagged=True), made[2]
+        base = self._memory.share()
+        for way, rows in self._rows().items():
+            inboxes = self._inboxes(base, rows, self._words)
+            if way is SumWay.TWO_SHOT:
+                self._sums[way] = _Sums(self._two_shot.two_shot_all_reduce, inboxes)
+            else:
+                inboxes = replace(inboxes, flagged=way is SumWay.FLAGS)
+                self._sums[way] = _Sums(self._one_shot.one_shot_all_reduce, inboxes)
+            base = base + 8 * self._size_of(way, rows)
+        self._small = self._inboxes(base, 1, _GATHERED_WORDS)
+
+    def _inboxes(self, addresses: Tensor, rows: int, words: int) -> Inboxes:
+        turns = torch.zeros(rows, dtype=torch.int32, device=self._device)
+        return self._new_inboxes(self._rank, self._size, rows, words, addresses, turns)
 
     # ------------------------------------------------------------ Communicator
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if not self._fits(x):
-            return self._inner.all_reduce(x)
-        return self._kernels.one_shot_all_reduce(x, self._for(x))[0]
+        sums = self._sums_for(x)
+        return self._inner.all_reduce(x) if sums is None else sums.kernel(x, sums.inboxes)[0]
 
-    def _for(self, x: Tensor) -> Inboxes:
-        return self._few if x.shape[0] <= self._few.rows else self._many
+    def _sums_for(self, x: Tensor) -> _Sums | None:
+        if x.dim() != 2 or x.shape[1] != self._hidden or x.dtype != self._dtype:
+            return None
+        way = self._choose(x.shape[0], 4 * self._words, self._size)
+        sums = None if way is None else self._sums.get(way)
+        fits = sums is not None and x.shape[0] <= sums.inboxes.rows
+        return sums if fits and x.is_cuda and x.is_contiguous() else None
 
     def begin_all_reduce(self, x: Tensor) -> Callable[[], None]:
         return self._inner.begin_all_reduce(x)
@@ -112,30 +149,19 @@ class SymmetricCommunicator:
     def sums_in_parts(self, rows: int) -> int:
         return self._inner.sums_in_parts(rows)
 
-    def _fits(self, x: Tensor) -> bool:
-        return (
-            x.dim() == 2
-            and x.shape[0] <= self.max_rows
-            and x.shape[1] == self._hidden
-            and x.dtype == self._dtype
-            and x.is_cuda
-            and x.is_contiguous()
-        )
-
     def all_reduce_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
-        if not self._fits(x):
+        sums = self._sums_for(x)
+        if sums is None:
             return None
-        return self._kernels.one_shot_all_reduce(
-            x, self._for(x), norm=weight, eps=eps, residual=residual
-        )
+        return sums.kernel(x, sums.inboxes, norm=weight, eps=eps, residual=residual)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         small = x.nbytes <= 4 * _GATHERED_WORDS and x.nbytes % 4 == 0
         if not (small and x.is_cuda and x.is_contiguous()):
             return self._inner.all_gather(x)
-        return list(self._kernels.one_shot_all_gather(x, self._small).unbind(0))
+        return list(self._one_shot.one_shot_all_gather(x, self._small).unbind(0))
 
     def gather(self, x: Tensor, dst: int = 0) -> list[Tensor] | None:
         return self._inner.gather(x, dst)
@@ -155,65 +181,61 @@ class SymmetricCommunicator:
 
     # ------------------------------------------------------------ self-test
 
+    @property
+    def ways(self) -> list[SumWay]:
+        """In which sums are made, from the fewest rows to the most."""
+        return list(self._sums)
+
     def prepare_test(self) -> None:
         """Collective. Does what the tests do without waiting for anybody, as compiling may take one
         rank seconds longer than another. It leaves no trace."""
-        for inboxes in (self._few, self._many):
-            self._sum(replace(inboxes, patience=1), 0)
-        self._gather(replace(self._small, patience=1))
+        for sums in self._sums.values():
+            sums_are_right(sums.kernel, replace(sums.inboxes, patience=1), self._dtype, turns=1)
+        gathering_is_right(self._one_shot.one_shot_all_gather, replace(self._small, patience=1))
         self.barrier()
         if self._memory is not None:
             self._memory.tensor.zero_()
-        for inboxes in (self._few, self._many, self._small):
+        for inboxes in (self._small, *(sums.inboxes for sums in self._sums.values())):
             inboxes.turns.zero_()
         self.barrier()
 
-    def test_few(self) -> bool:
-        """Whether numbers that every rank knows come out right, other ones each time, so that what
-        an earlier exchange left is not taken for them. Never waits for long."""
-        right = self._sums(self._few)
-        return self._gather(replace(self._small, patience=_SELF_TEST_LOOKS)) and right
+    def test_first(self) -> bool:
+        """Collective. Whether gathering and sums of the fewest rows come out right. Never waits for
+        long."""
+        right = not self._sums or self.test(self.ways[0])
+        small = replace(self._small, patience=_SELF_TEST_LOOKS)
+        return gathering_is_right(self._one_shot.one_shot_all_gather, small) and right
 
-    def test_many(self) -> bool:
-        """The same for many rows, which are sent in another way."""
-        return self._sums(self._many)
+    def test(self, way: SumWay) -> bool:
+        """Collective. The same for the sums of one way."""
+        sums = self._sums[way]
+        patient = replace(sums.inboxes, patience=_SELF_TEST_LOOKS)
+        return sums_are_right(sums.kernel, patient, self._dtype)
 
-    def give_up_many(self) -> None:
-        """Sums of many rows are NCCL's from now on."""
-        self.max_rows = self._few.rows
-
-    def _sums(self, inboxes: Inboxes) -> bool:
-        """A rank that finds a wrong sum goes on, as the others wait for it."""
-        patient = replace(inboxes, patience=_SELF_TEST_LOOKS)
-        results = [self._sum(patient, turn) for turn in range(_TURNS)]
-        return all(results)
-
-    def _sum(self, inboxes: Inboxes, turn: int) -> bool:
-        shape = (inboxes.rows, self._hidden)
-        grid = torch.arange(shape[0] * shape[1], device=self._device).view(shape) % 13 + turn
-        want = (self._size * grid + self._size * (self._size - 1) // 2).to(self._dtype)
-        term = (grid + self._rank).to(self._dtype)
-        return torch.equal(self._kernels.one_shot_all_reduce(term, inboxes)[0], want)
-
-    def _gather(self, inboxes: Inboxes) -> bool:
-        ids = torch.arange(100, device=self._device)
-        got = self._kernels.one_shot_all_gather(ids + 1000 * self._rank, inboxes)
-        return got.tolist() == [[1000 * r + i for i in range(100)] for r in range(self._size)]
+    def give_up(self, way: SumWay) -> None:
+        """Sums that would go this way are NCCL's from now on."""
+        del self._sums[way]
 
 
 def with_symmetric_memory(
-    group: TPGroup, hidden: int, dtype: torch.dtype, device: torch.device
+    group: TPGroup,
+    hidden: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    choose: ChooseWay = choose_way,
 ) -> tuple[TPGroup, str]:
-    """Collective, for ranks of one host on CUDA. The group with one-shot exchanges, or the group as
-    it is with the reason why; every rank gets the same. `hidden`: elements of the rows that layers
-    add up, of `dtype`."""
+    """Collective, for ranks of one host on CUDA. The group with exchanges of its own, or the group
+    as it is with the reason why; every rank gets the same. `hidden`: elements of the rows that
+    layers add up, of `dtype`. `choose`: which way each sum goes; a way that its test finds wrong is
+    not gone."""
     # Multicast is not used here, and its set-up is what a rendezvous may hang in.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     votes = _Votes(group, device)
     made: list[SymmetricCommunicator] = []
 
     def make() -> bool:
-        made.append(SymmetricCommunicator(group.comm, group.rank, group.size, hidden, dtype))
+        place = (group.rank, group.size)
+        made.append(SymmetricCommunicator(group.comm, *place, hidden, dtype, choose))
         return True
 
     def connect() -> bool:
@@ -225,13 +247,14 @@ def with_symmetric_memory(
         ("the GPUs cannot write each other's memory", lambda: _peers_reachable(group)),
         ("torch's symmetric memory cannot be had", make),
         ("torch's symmetric memory cannot be shared", connect),
-        ("a sum over it is wrong", lambda: made[0].test_few()),
+        ("a sum over it is wrong", lambda: made[0].test_first()),
     ]
     for reason, step in steps:
         if not votes.all_say_yes(step):
             return group, reason + votes.why
-    if not votes.all_say_yes(lambda: made[0].test_many()):
-        made[0].give_up_many()
+    for way in made[0].ways[1:]:
+        if not votes.all_say_yes(partial(made[0].test, way)):
+            made[0].give_up(way)
     return TPGroup(group.rank, group.size, made[0]), ""
 
 

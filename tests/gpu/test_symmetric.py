@@ -15,6 +15,7 @@ from tp_runtime.ops.group import TPGroup
 from tp_runtime.ops.linear import RowParallelLinear
 from tp_runtime.ops.norm import add_rms_norm_reference, rms_norm_reference
 from tp_runtime.ops.product import product
+from tp_runtime.ops.sum_way import ChooseWay, SumWay, choose_way, one_shot_only, two_shot_only
 from tp_runtime.ops.symmetric import SymmetricCommunicator, with_symmetric_memory
 
 pytestmark = [
@@ -27,12 +28,19 @@ EPS = 1e-6
 DTYPES = [torch.bfloat16, torch.float32]
 
 
-def fast(group: TPGroup, hidden: int, dtype: torch.dtype) -> TPGroup:
+def fast(
+    group: TPGroup, hidden: int, dtype: torch.dtype, choose: ChooseWay = choose_way
+) -> TPGroup:
     better, reason = with_symmetric_memory(
-        group, hidden, dtype, torch.device("cuda", torch.cuda.current_device())
+        group, hidden, dtype, torch.device("cuda", torch.cuda.current_device()), choose
     )
     assert not reason, reason
     return better
+
+
+def ways(better: TPGroup) -> list[SumWay]:
+    assert isinstance(better.comm, SymmetricCommunicator)
+    return better.comm.ways
 
 
 def term(group: TPGroup, rows: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -40,12 +48,15 @@ def term(group: TPGroup, rows: int, dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(rows, HIDDEN, device="cuda").to(dtype)
 
 
-def sums(group: TPGroup, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+def sums(
+    group: TPGroup, dtype: torch.dtype, choose: ChooseWay = choose_way
+) -> list[tuple[Tensor, Tensor]]:
     """(over symmetric memory, over NCCL) for several numbers of rows, again and again, with a rank
     that lags now and then."""
-    better = fast(group, HIDDEN, dtype)
+    better = fast(group, HIDDEN, dtype, choose)
+    assert SumWay.TWO_SHOT in ways(better) or choose is not two_shot_only
     found = []
-    for turn, rows in enumerate((1, 256, 3, 1, 1, 64, 257, 2, 256, 1)):
+    for turn, rows in enumerate((1, 256, 3, 1, 1, 64, 257, 2, 512, 256, 1)):
         x = term(group, rows, dtype, turn)
         if turn % 3 == group.rank:
             torch.cuda._sleep(20_000_000)
@@ -54,25 +65,31 @@ def sums(group: TPGroup, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs more than two GPUs")
-def test_sums_are_the_same_bits_on_all_gpus_there_are() -> None:
-    ranks = run_on_gpus(torch.cuda.device_count(), sums, torch.bfloat16)
+@pytest.mark.parametrize("choose", [choose_way, one_shot_only, two_shot_only])
+def test_sums_are_the_same_bits_on_all_gpus_there_are(choose: ChooseWay) -> None:
+    ranks = run_on_gpus(torch.cuda.device_count(), sums, torch.bfloat16, choose)
     for found in ranks[1:]:
         for ours, first in zip(found, ranks[0], strict=True):
             assert torch.equal(ours[0], first[0])
             torch.testing.assert_close(ours[0], ours[1], rtol=2**-6, atol=2**-4)
 
 
+@pytest.mark.parametrize("choose", [choose_way, two_shot_only])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_are_the_same_bits_on_every_rank_and_those_of_nccl(dtype: torch.dtype) -> None:
-    ranks = run_on_gpus(2, sums, dtype)
+def test_sums_are_the_same_bits_on_every_rank_and_those_of_nccl(
+    dtype: torch.dtype, choose: ChooseWay
+) -> None:
+    ranks = run_on_gpus(2, sums, dtype, choose)
     for first, second in zip(*ranks, strict=True):
         assert torch.equal(first[0], second[0])
         assert torch.equal(first[0], first[1])
 
 
-def recorded(group: TPGroup, dtype: torch.dtype, rows: int) -> list[Tensor]:
+def recorded(
+    group: TPGroup, dtype: torch.dtype, rows: int, choose: ChooseWay = choose_way
+) -> list[Tensor]:
     """A graph of twelve fused sums, each of the one before, replayed; and the separate layers."""
-    better = fast(group, HIDDEN, dtype)
+    better = fast(group, HIDDEN, dtype, choose)
     norm = torch.linspace(0.5, 1.5, HIDDEN, device="cuda").to(dtype)
     x = term(group, rows, dtype, 1)
     residual = torch.ones_like(x)
@@ -107,12 +124,41 @@ def recorded(group: TPGroup, dtype: torch.dtype, rows: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("rows", [8, 300])
-def test_sum_residual_and_norm_in_one_kernel_equal_the_separate_ones(rows: int) -> None:
+@pytest.mark.parametrize("choose", [choose_way, two_shot_only])
+def test_sum_residual_and_norm_in_one_kernel_equal_the_separate_ones(
+    rows: int, choose: ChooseWay
+) -> None:
     dtype = torch.bfloat16
-    for results in run_on_gpus(2, recorded, dtype, rows):
+    for results in run_on_gpus(2, recorded, dtype, rows, choose):
         for ours, separate in zip(results[::2], results[1::2], strict=True):
             step = 2**-5
             torch.testing.assert_close(ours.float(), separate.float(), rtol=step, atol=step)
+
+
+def fused(group: TPGroup, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Sum, add and norm of different numbers of rows, in two steps and in one."""
+    two, one = (fast(group, HIDDEN, dtype, choose) for choose in (two_shot_only, one_shot_only))
+    norm = torch.linspace(0.5, 1.5, HIDDEN, device="cuda").to(dtype)
+    found = []
+    for turn, rows in enumerate((1, 5, 300, 301)):
+        x = term(group, rows, dtype, turn)
+        residual = torch.linspace(-1, 1, x.numel(), device="cuda").view(x.shape).to(dtype)
+        both = (better.comm.all_reduce_norm(x, residual, norm, EPS) for better in (two, one))
+        for ours, other in zip(*both, strict=True):
+            found.append((ours.cpu(), other.cpu()))
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_steps_give_the_sum_of_one_step_to_the_bit(dtype: torch.dtype) -> None:
+    """The norm's mean of squares may be added in another order by another number of threads."""
+    ranks = run_on_gpus(2, fused, dtype)
+    for first, second in zip(*ranks, strict=True):
+        assert torch.equal(first[0], second[0])
+    for normed, summed in zip(ranks[0][::2], ranks[0][1::2], strict=True):
+        assert torch.equal(*summed)
+        step = 2**-7 if dtype == torch.bfloat16 else 2e-6
+        torch.testing.assert_close(*normed, rtol=step, atol=1e-6)
 
 
 def in_parts(group: TPGroup) -> tuple[Tensor, Tensor]:
