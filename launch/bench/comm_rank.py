@@ -22,7 +22,7 @@ _PER_GRAPH = 20
 """Calls recorded into one graph, so that its launch does not count."""
 _JOIN_S = 60.0
 _HIDDEN = 4096
-"""Elements of a row in the one-shot columns: 8 KiB, Qwen3-8B's."""
+"""Elements of a row in the one-shot and two-shot columns: 8 KiB, Qwen3-8B's."""
 
 
 def main() -> None:
@@ -38,30 +38,39 @@ def main() -> None:
     device = choose_device(config, place.local_rank)
     torch.set_num_threads(1)
     group = join_group(device, place.rank, place.world_size, 0, _JOIN_S)
-    fast = _fast(group, device)
-    rows = [_row(group, fast, device, size, order["iterations"]) for size in order["sizes"]]
+    ways = _ways(group, device)
+    rows = [_row(group, ways, device, size, order["iterations"]) for size in order["sizes"]]
     if place.rank == 0:
         print(json.dumps(rows), flush=True)
     group.comm.barrier()
     group.comm.close()
 
 
-def _fast(group: TPGroup, device: torch.device) -> TPGroup | None:
-    """The group with sums over symmetric memory, where they can be had."""
+def _ways(group: TPGroup, device: torch.device) -> dict[str, TPGroup | None]:
+    """By the name of its columns, the group with sums over symmetric memory that all go this way;
+    None where they cannot be had. Empty without GPUs."""
     import torch
 
+    from tp_runtime.ops.sum_way import one_shot_only, two_shot_only
     from tp_runtime.ops.symmetric import with_symmetric_memory
 
     if device.type != "cuda":
-        return None
-    fast, reason = with_symmetric_memory(group, _HIDDEN, torch.bfloat16, device)
-    if reason and group.rank == 0:
-        print(f"No symmetric memory: {reason}.", file=sys.stderr)
-    return None if reason else fast
+        return {}
+    ways: dict[str, TPGroup | None] = {}
+    for name, choose in (("one-shot", one_shot_only), ("two-shot", two_shot_only)):
+        fast, reason = with_symmetric_memory(group, _HIDDEN, torch.bfloat16, device, choose)
+        if reason and group.rank == 0:
+            print(f"No {name} sums: {reason}.", file=sys.stderr)
+        ways[name] = None if reason else fast
+    return ways
 
 
 def _row(
-    group: TPGroup, fast: TPGroup | None, device: torch.device, size: int, iterations: int
+    group: TPGroup,
+    ways: dict[str, TPGroup | None],
+    device: torch.device,
+    size: int,
+    iterations: int,
 ) -> dict[str, Any]:
     import torch
 
@@ -79,19 +88,24 @@ def _row(
         row[name] = _median_us(group, call, device, iterations)
         if device.type == "cuda":
             row[f"{name} graph"] = _graph_us(group, call, iterations)
-    if device.type == "cuda":
-        row |= _one_shot(group, fast, device, size, iterations)
+    for name, fast in ways.items():
+        row |= _own_sums(group, name, fast, device, size, iterations)
     return row
 
 
-def _one_shot(
-    group: TPGroup, fast: TPGroup | None, device: torch.device, size: int, iterations: int
+def _own_sums(
+    group: TPGroup,
+    name: str,
+    fast: TPGroup | None,
+    device: torch.device,
+    size: int,
+    iterations: int,
 ) -> dict[str, float | None]:
     """Of rows of _HIDDEN elements, in a graph: the sum alone, and with residual add and norm."""
     import torch
 
     x = torch.ones(max(1, size // (2 * _HIDDEN)), _HIDDEN, dtype=torch.bfloat16, device=device)
-    names = ("one-shot graph", "one-shot + add + norm graph")
+    names = (f"{name} graph", f"{name} + add + norm graph")
     residual, weight = x.clone(), x[0].clone()
     if fast is None or fast.comm.all_reduce_norm(x, residual, weight, 1e-6) is None:
         return dict.fromkeys(names)
