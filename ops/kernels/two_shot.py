@@ -51,8 +51,8 @@ from tp_runtime.ops.kernels.summed_row import DTYPES, finish_row, warps_of, word
 _LINE = 16
 """64-bit words in 128 bytes, which places start at: what a warp writes in one transaction."""
 _REGISTERS = 64
-"""Of a thread, at most; less by itself up to four ranks, all of it with eight (Triton 3.6, compute
-capability 9.0)."""
+"""Of a thread, at most, so that it is known how many programs run at once. Four ranks need less;
+with eight a dozen words go to the stack (Triton 3.6, compute capability 9.0)."""
 _REGISTERS_OF_PROCESSOR = 65536
 
 
