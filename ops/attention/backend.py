@@ -8,11 +8,12 @@ are masked, not only scores).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from tp_runtime.ops.attention.metadata import DecodeMetadata, PrefillMetadata
+from tp_runtime.ops.attention.metadata import DecodeMetadata, LayerKV, PrefillMetadata
 
 
 class AttentionBackend(ABC):
@@ -57,6 +58,13 @@ class AttentionBackend(ABC):
 
         The new keys and values have been stored already; with meta.block_tables everything is read
         from the cache."""
+
+    def prepare_decode(  # noqa: B027 (most back-ends have nothing to prepare)
+        self, meta: DecodeMetadata, kv: LayerKV, windows: Iterable[int | None]
+    ) -> None:
+        """Works out once a step, before anything else of the model runs, what `decode` needs in
+        every layer, and leaves it in meta.plans. `kv`: the cache of any layer; `windows`: of all
+        layers. Nothing, unless a back-end says otherwise."""
 
     @abstractmethod
     def decode(

@@ -6,12 +6,14 @@ for one new token per sequence and for pages of 16 tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from tp_runtime.ops.attention.backend import AttentionBackend
 from tp_runtime.ops.attention.flash3 import FlashAttention3Backend
-from tp_runtime.ops.attention.metadata import DecodeMetadata, PrefillMetadata
+from tp_runtime.ops.attention.metadata import DecodeMetadata, LayerKV, PrefillMetadata
 from tp_runtime.ops.attention.triton_backend import TritonBackend
 
 
@@ -53,6 +55,11 @@ class HopperBackend(AttentionBackend):
         window: int | None,
     ) -> Tensor:
         return self._flash.prefill(q, k, v, k_cache, v_cache, meta, scale, window)
+
+    def prepare_decode(
+        self, meta: DecodeMetadata, kv: LayerKV, windows: Iterable[int | None]
+    ) -> None:
+        self._triton.prepare_decode(meta, kv, windows)
 
     def decode(
         self,

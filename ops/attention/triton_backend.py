@@ -6,12 +6,17 @@ The back-end where no FlashAttention is installed, or where it does not do what 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tp_runtime.ops.attention.backend import AttentionBackend, cuda_reason
-from tp_runtime.ops.attention.metadata import DecodeMetadata, PrefillMetadata
+from tp_runtime.ops.attention.metadata import DecodeMetadata, LayerKV, PrefillMetadata
+
+if TYPE_CHECKING:
+    from tp_runtime.ops.kernels.decode_plan import DecodeConfig
 
 _MAX_HEAD = 256
 """Wider heads would need more shared memory and registers than a program has."""
@@ -27,8 +32,9 @@ class TritonBackend(AttentionBackend):
     graph_safe = True
 
     def __init__(self) -> None:
-        from tp_runtime.ops.kernels import paged_decode, paged_prefill  # needs triton
+        from tp_runtime.ops.kernels import decode_plan, paged_decode, paged_prefill  # needs triton
 
+        self._plan = decode_plan
         self._decode = paged_decode
         self._prefill = paged_prefill
         self._counters: list[Tensor] = []
@@ -80,6 +86,15 @@ class TritonBackend(AttentionBackend):
             window,
         )
 
+    def prepare_decode(
+        self, meta: DecodeMetadata, kv: LayerKV, windows: Iterable[int | None]
+    ) -> None:
+        config = self._config(kv.k)
+        for window in set(windows):
+            meta.plans[window] = self._plan.plan_decode(
+                meta.context_lens, kv.k.shape[2], window, config
+            )
+
     def decode(
         self,
         q: Tensor,
@@ -89,9 +104,6 @@ class TritonBackend(AttentionBackend):
         scale: float,
         window: int | None,
     ) -> Tensor:
-        rows, _, size = q.shape
-        kv_heads = k_cache.shape[2]
-        longest = min(meta.max_context_len, window or meta.max_context_len)
         return self._decode.paged_decode(
             q,
             k_cache,
@@ -100,11 +112,13 @@ class TritonBackend(AttentionBackend):
             meta.block_tables,
             scale,
             window,
-            self._decode.default_config(
-                rows, kv_heads, size, q.dtype, longest, _processors(q.device)
-            ),
-            self._zeroed_counters(rows * kv_heads, q.device),
+            self._config(k_cache),
+            self._zeroed_counters(q.shape[0] * k_cache.shape[2], q.device),
+            meta.plans.get(window),
         )
+
+    def _config(self, cache: Tensor) -> DecodeConfig:
+        return self._decode.default_config(cache.shape[3], cache.dtype, _processors(cache.device))
 
     def _zeroed_counters(self, number: int, device: torch.device) -> Tensor:
         """What the shares of a step are counted in; every step leaves it zero. Made at the first

@@ -17,16 +17,20 @@ def join_shares(
     lse_ptr,
     out_ptr,
     item,
+    first,
+    late,
     used,
-    splits,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """part [items, splits, GROUP, HEAD] and lse [items, splits, GROUP] float32, the first `used`
-    of `splits` filled -> out [items, GROUP, HEAD]; BLOCK_S shares at a time."""
+    """part [programs, 2, GROUP, HEAD] and lse [programs, 2, GROUP] float32 -> out
+    [items, GROUP, HEAD]; BLOCK_S shares at a time. The shares are those of `used` programs, each
+    KV_HEADS-th from `first` on, the first of each program's, but for that of `first`, if it is
+    `late`."""
     member = tl.arange(0, BLOCK_G)
     lane = tl.arange(0, BLOCK_D)
     in_group = member < GROUP
@@ -35,9 +39,10 @@ def join_shares(
     total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for begin in range(0, used, BLOCK_S):
-        split = begin + tl.arange(0, BLOCK_S)
-        index = (item * splits + split)[:, None] * GROUP + member[None, :]
-        inside = (split < used)[:, None] & in_group[None, :]
+        share = begin + tl.arange(0, BLOCK_S)
+        slot = (first + share * KV_HEADS) * 2 + tl.where(share == 0, late, 0)
+        index = slot[:, None] * GROUP + member[None, :]
+        inside = (share < used)[:, None] & in_group[None, :]
         # From L2: other multiprocessors have written it during this launch.
         lse = tl.load(lse_ptr + index, mask=inside, other=float("-inf"), cache_modifier=".cg")
         part = tl.load(
@@ -53,7 +58,7 @@ def join_shares(
         total = total * kept + tl.sum(weight, axis=0)
         acc = acc * kept[:, None] + tl.sum(part * weight[:, :, None], axis=0)
         high = new_high
-    offset = (item * GROUP + member)[:, None] * HEAD + lane[None, :]
+    offset = (item.to(tl.int64) * GROUP + member)[:, None] * HEAD + lane[None, :]
     mask = in_group[:, None] & in_head[None, :]
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + offset, out, mask=mask)

@@ -1,24 +1,33 @@
 """softmax(scale q K^T) V for one new token per sequence over a paged KV cache.
 
-Grouped-query and split-KV (Flash-Decoding): a program takes one sequence, one KV head with all its
-query heads, and one share of the context, and keeps a running maximum m and sum l:
+Grouped-query. Which tokens a program attends to, of one or of several sequences, is found on the
+device once a step (`decode_plan`): all have about as many. Within a sequence it keeps a
+running maximum m and sum l:
     m' = max(m, max s);  l' = l 2^(m - m') + sum 2^(s - m');  acc' = acc 2^(m - m') + 2^(s - m') V
-with s = scale log2(e) q k. How many shares there are at most is fixed at the launch, how many a
-sequence gets is found on the device from its length. Each share leaves acc / l and m + log2 l in
-float32; the program that finishes last joins them, always in the same order (`join_shares`).
+with s = scale log2(e) q k. Who attends to a share of a sequence leaves acc / l and m + log2 l in
+float32; the program that finishes last joins the shares in their order (`join_shares`).
+
+The same batch gives the same bits. How a sequence is cut depends on the lengths of the others.
 Reference: `tp_runtime.ops.attention.reference`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_runtime.ops.kernels.decode_plan import (
+    PLAN_WORDS,
+    DecodeConfig,
+    begin_of,
+    plan_decode,
+    team_of,
+    tiles_of,
+)
 from tp_runtime.ops.kernels.join_shares import join_shares
 from tp_runtime.ops.kernels.overlap import after_previous, overlaps
 from tp_runtime.ops.kernels.tiles import kv_tile, precision_of
@@ -26,17 +35,6 @@ from tp_runtime.ops.kernels.tiles import kv_tile, precision_of
 _JOINED_NUMBERS = 64
 """Float32 numbers of partial results per thread that are joined at a time: a quarter of its
 registers."""
-
-
-class DecodeConfig(NamedTuple):
-    """Tokens per tile, warps, stages of the pipeline, shares of a context at most, and tokens that
-    a share has at least where there are several."""
-
-    tile: int
-    warps: int
-    stages: int
-    splits: int
-    least: int
 
 
 @triton.jit
@@ -93,7 +91,41 @@ def _attend(
     return high, tl.sum(weights, axis=1), acc
 
 
-@triton.jit(do_not_specialize=["table_stride", "splits", "least"])
+@triton.jit
+def _arrive(
+    part_ptr,
+    lse_ptr,
+    out_ptr,
+    counter_ptr,
+    row,
+    head,
+    begin,
+    tiles,
+    share,
+    longer,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD: tl.constexpr,
+    JOIN_G: tl.constexpr,
+    JOIN_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """This program's share of a sequence, whose tiles begin there in the line, is stored; joins
+    all, if it is the last of them."""
+    first = team_of(begin, share, longer)
+    others = team_of(begin + tiles - 1, share, longer) - first
+    item = row * KV_HEADS + head
+    before = tl.atomic_add(counter_ptr + item, 1, sem="acq_rel", scope="gpu")
+    if before == others:
+        late = (begin_of(first, share, longer) < begin).to(tl.int32)
+        join_shares(
+            part_ptr, lse_ptr, out_ptr, item, first * KV_HEADS + head, late, others + 1,
+            KV_HEADS, GROUP, HEAD, JOIN_G, JOIN_S, BLOCK_D,
+        )  # fmt: skip
+        tl.store(counter_ptr + item, 0)
+
+
+@triton.jit(do_not_specialize=["rows", "table_stride"])
 def _paged_decode_kernel(
     q_ptr,
     k_ptr,
@@ -104,12 +136,12 @@ def _paged_decode_kernel(
     counter_ptr,
     contexts_ptr,
     tables_ptr,
+    plan_ptr,
     scale,
     q_stride,
     q_head_stride,
     table_stride,
-    splits,
-    least,
+    rows,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD: tl.constexpr,
@@ -118,92 +150,90 @@ def _paged_decode_kernel(
     TOKEN_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
-    SHARED: tl.constexpr,
     OVERLAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    PLAN: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     JOIN_G: tl.constexpr,
     JOIN_S: tl.constexpr,
 ):
-    kv_head = tl.program_id(0)
-    split = tl.program_id(1)
-    row = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(0) % KV_HEADS
+    # Read before the kernel in front has ended: another one, before that, wrote the plan.
+    plan = plan_ptr + tl.program_id(0) // KV_HEADS * PLAN
+    row = tl.load(plan, cache_modifier=".cg")
+    context = tl.load(plan + 1, cache_modifier=".cg")
+    number = tl.load(plan + 2, cache_modifier=".cg")
+    tile = tl.load(plan + 3, cache_modifier=".cg")
+    begin = tl.load(plan + 4, cache_modifier=".cg")
+    end = tl.load(plan + 5, cache_modifier=".cg")
+    share = tl.load(plan + 6, cache_modifier=".cg")
+    longer = tl.load(plan + 7, cache_modifier=".cg")
+    after_previous(OVERLAP)
+    if begin == end:
+        return
+
     member = tl.arange(0, BLOCK_G)
     lane = tl.arange(0, BLOCK_D)
     mask = (member < GROUP)[:, None] & (lane < HEAD)[None, :]
-    head = kv_head * GROUP + member
-    q_offset = row * q_stride + head[:, None] * q_head_stride + lane[None, :]
-    after_previous(OVERLAP)
-    context = tl.load(contexts_ptr + row)
-    q = tl.load(q_ptr + q_offset, mask=mask, other=0.0)
-
-    # Shares are whole tiles, counted from the first tile that the window touches.
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(context - WINDOW, 0)
-    first_tile = first // BLOCK_N
-    tiles = tl.cdiv(context, BLOCK_N) - first_tile
-    share = tiles
-    used = 1
-    if SHARED:
-        share = tl.maximum(tl.cdiv(tiles, splits), least)
-        used = tl.maximum(tl.cdiv(tiles, share), 1)
-        if split >= used:
-            return
-    start = (first_tile + split * share) * BLOCK_N
-    stop = tl.minimum(start + share * BLOCK_N, context)
-    high, total, acc = _attend(
-        q, k_ptr + kv_head * HEAD_STRIDE, v_ptr + kv_head * HEAD_STRIDE,
-        tables_ptr + row * table_stride, start, stop, first, scale,
-        HEAD, PAGE, PAGE_STRIDE, TOKEN_STRIDE, WINDOW, PRECISION, BLOCK_G, BLOCK_N, BLOCK_D,
-    )  # fmt: skip
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-
-    item = row * KV_HEADS + kv_head
-    if used == 1:
-        out_offset = (item * GROUP + member)[:, None] * HEAD + lane[None, :]
-        tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=mask)
-    if SHARED:  # noqa: SIM102 (a constant of the kernel and a value of the program)
-        if used > 1:
-            part = (item * splits + split) * GROUP + member
+    q_offset = (head * GROUP + member)[:, None] * q_head_stride + lane[None, :]
+    k_ptr += head * HEAD_STRIDE
+    v_ptr += head * HEAD_STRIDE
+    first_row = row
+    first_tile = tile
+    first_number = number
+    slot = tl.program_id(0) * 2
+    at = begin
+    while at < end:
+        turns = tl.minimum(number - tile, end - at)
+        q = tl.load(q_ptr + row.to(tl.int64) * q_stride + q_offset, mask=mask, other=0.0)
+        first = 0
+        if WINDOW > 0:
+            first = tl.maximum(context - WINDOW, 0)
+        start = (first // BLOCK_N + tile) * BLOCK_N
+        high, total, acc = _attend(
+            q, k_ptr, v_ptr, tables_ptr + row.to(tl.int64) * table_stride,
+            start, tl.minimum(start + turns * BLOCK_N, context), first, scale,
+            HEAD, PAGE, PAGE_STRIDE, TOKEN_STRIDE, WINDOW, PRECISION, BLOCK_G, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        if turns == number:
+            place = (row * KV_HEADS + head).to(tl.int64) * GROUP + member
+            dtype = out_ptr.dtype.element_ty
+            tl.store(out_ptr + place[:, None] * HEAD + lane[None, :], out.to(dtype), mask=mask)
+        else:
+            part = slot * GROUP + member
             tl.store(part_ptr + part[:, None] * HEAD + lane[None, :], out, mask=mask)
             tl.store(lse_ptr + part, high + tl.log2(total), mask=member < GROUP)
-            tl.debug_barrier()  # the atomic of one thread publishes the stores of all
-            before = tl.atomic_add(counter_ptr + item, 1, sem="acq_rel", scope="gpu")
-            if before == used - 1:
-                join_shares(
-                    part_ptr, lse_ptr, out_ptr, item, used, splits,
-                    GROUP, HEAD, JOIN_G, JOIN_S, BLOCK_D,
-                )  # fmt: skip
-                tl.store(counter_ptr + item, 0)
+        slot = tl.program_id(0) * 2 + 1
+        at += turns
+        tile += turns
+        if tile == number:
+            tile = 0
+            row += 1
+            context = tl.load(contexts_ptr + row, mask=row < rows, other=0)
+            number = tiles_of(context, WINDOW, BLOCK_N)
+
+    tl.debug_barrier()  # the atomic of one thread publishes the stores of all
+    if (first_tile > 0) | (first_number > end - begin):
+        _arrive(
+            part_ptr, lse_ptr, out_ptr, counter_ptr, first_row, head, begin - first_tile,
+            first_number, share, longer, KV_HEADS, GROUP, HEAD, JOIN_G, JOIN_S, BLOCK_D,
+        )  # fmt: skip
+    if (tile > 0) & (end - tile > begin):
+        _arrive(
+            part_ptr, lse_ptr, out_ptr, counter_ptr, row, head, end - tile,
+            number, share, longer, KV_HEADS, GROUP, HEAD, JOIN_G, JOIN_S, BLOCK_D,
+        )  # fmt: skip
 
 
-def default_config(
-    rows: int,
-    kv_heads: int,
-    head_size: int,
-    dtype: torch.dtype,
-    longest: int,
-    processors: int,
-) -> DecodeConfig:
-    """For `rows` sequences of up to `longest` visible tokens on `processors` multiprocessors.
-
-    Few sequences are cut as finely as it takes to load from all multiprocessors at once. Many fill
-    them anyway, and joining costs more than uneven lengths do; only one that is much longer than
-    others must not be left to a single program. Measured on an H200, 1 to 256 rows, 8 and 4 KV
-    heads, contexts of 100 to 20,000."""
+def default_config(head_size: int, dtype: torch.dtype, processors: int) -> DecodeConfig:
+    """For any batch on so many multiprocessors, four programs on each. Of six configurations the
+    best or within 3 % of it on an H200, for 1 to 256 rows, 4 and 8 KV heads, contexts of 100 to
+    32,000."""
     tile, _ = kv_tile(head_size, dtype)
-    items = max(1, rows * kv_heads)
-    if items <= 16:
-        least, stages, wanted = 64, 2, min(66, triton.cdiv(4 * processors, items))
-    elif items < processors:
-        least, stages, wanted = 64, 3, triton.cdiv(2 * processors, items)
-    else:
-        least, stages, wanted = 2048, 3, max(3, min(8, 4096 // items))
-    splits = max(1, min(wanted, triton.cdiv(longest, least)))
-    return DecodeConfig(tile, 4, stages, splits, least)
+    return DecodeConfig(max(16, tile // 2), 2, 3, 4 * processors, 4)
 
 
 def paged_decode(
@@ -216,30 +246,30 @@ def paged_decode(
     window: int | None,
     config: DecodeConfig,
     counters: Tensor,
+    plan: Tensor | None = None,
 ) -> Tensor:
     """q [B, H, D], last stride 1; caches [blocks, page, KV, D], any strides but the last, which is
     1, the same for both; context_lens [B] int32 (0: padding row); block_tables [B, max_blocks]
-    int32; `counters` int32, B * KV or more, zero before and after.
+    int32; `counters` int32, B * KV or more, zero before and after; `plan` of `plan_decode` for
+    these lengths and `config`, by a kernel that is not the last one before this call.
 
     Returns [B, H, D], contiguous; zero for padding rows. Reads nothing on the host."""
-    overlap = overlaps(q)
+    overlap = plan is not None and overlaps(q)
     rows, heads, size = q.shape
     page, kv_heads = k_cache.shape[1:3]
-    group, splits = heads // kv_heads, config.splits
+    group = heads // kv_heads
     _check(q, k_cache, v_cache, block_tables, rows * kv_heads, counters)
     out = torch.empty((rows, heads, size), dtype=q.dtype, device=q.device)
-    parts = lse = out
-    if splits > 1:
-        shape = (rows, kv_heads, splits, group)
-        parts = torch.empty((*shape, size), dtype=torch.float32, device=q.device)
-        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    if plan is None:
+        plan = plan_decode(context_lens, kv_heads, window, config)
+    programs = plan.shape[0] * kv_heads
+    parts = torch.empty((programs, 2, group, size), dtype=torch.float32, device=q.device)
+    lse = torch.empty((programs, 2, group), dtype=torch.float32, device=q.device)
     block_d = kv_tile(size, q.dtype)[1]
     join_g = triton.next_power_of_2(group)
-    at_once = 4 if splits <= 4 else 16  # few kernels: not one for every number of shares
-    joined = min(at_once, _JOINED_NUMBERS * 32 * config.warps // (join_g * block_d))
+    joined = min(16, _JOINED_NUMBERS * 32 * config.warps // (join_g * block_d))
     if rows:
-        # Heads of one sequence run side by side: together they read whole lines of the cache.
-        _paged_decode_kernel[(kv_heads, splits, rows)](
+        _paged_decode_kernel[(programs,)](
             q,
             k_cache,
             v_cache,
@@ -249,12 +279,12 @@ def paged_decode(
             counters,
             context_lens,
             block_tables,
+            plan,
             scale * math.log2(math.e),
             q.stride(0),
             q.stride(1),
             block_tables.stride(0),
-            splits,
-            max(1, config.least // config.tile),
+            rows,
             KV_HEADS=kv_heads,
             GROUP=group,
             HEAD=size,
@@ -263,9 +293,9 @@ def paged_decode(
             TOKEN_STRIDE=k_cache.stride(1),
             HEAD_STRIDE=k_cache.stride(2),
             WINDOW=window or 0,
-            SHARED=splits > 1,
             OVERLAP=overlap,
             PRECISION=precision_of(q.dtype),
+            PLAN=PLAN_WORDS,
             BLOCK_G=max(16, join_g),  # the smallest side of a dot
             BLOCK_N=config.tile,
             BLOCK_D=block_d,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 from tests.tiny_models import make_tiny
 from tests.workers.engine_in_process import EngineInProcess
+from tp_runtime.ops.attention.metadata import DecodeMetadata, LayerKV
+from tp_runtime.ops.attention.reference import ReferenceBackend
 from tp_runtime.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -222,3 +225,26 @@ def test_padding_rows_are_inert_even_when_unset_memory_is_nan(
         assert seq.generated_ids == greedy[i]
     last = engine.runner.kv[0].k[-1]
     assert bool(last.isnan().all()), "a padding row wrote to the block its stale table names"
+
+
+@pytest.mark.parametrize("sizes", [(), (1, 2, 4)])
+def test_what_the_layers_share_is_prepared_once_a_step_for_every_window(
+    tmp_path: Path, sizes: tuple[int, ...]
+) -> None:
+    """Eagerly and in replayed steps; the first step of a request decodes nothing."""
+    seen: list[tuple[DecodeMetadata, set[int | None]]] = []
+
+    class Noting(ReferenceBackend):
+        def prepare_decode(
+            self, meta: DecodeMetadata, kv: LayerKV, windows: Iterable[int | None]
+        ) -> None:
+            seen.append((meta, set(windows)))
+
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+    folder = make_tiny("qwen2", tmp_path / "model", **layers, use_sliding_window=True)
+    engine = EngineInProcess(folder, backend=Noting(), graph_sizes=sizes)
+    seen.clear()  # what recording prepared
+    engine.add("a", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    engine.run()
+    assert [windows for _, windows in seen] == [{None, 16}] * 3
+    assert all(meta.context_lens.max() > 3 for meta, _ in seen)

@@ -116,6 +116,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, rotary: RotaryEmbedding, place: Placement) -> None:
         super().__init__()
+        self.backend, self.windows = place.backend, frozenset(config.windows)
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, sum_later=True, **place.sharded
         )
@@ -133,6 +134,8 @@ class Decoder(nn.Module):
         self, input_ids: Tensor, positions: Tensor, kv: list[LayerKV], meta: AttentionMetadata
     ) -> Tensor:
         """[tokens] int64 twice -> [tokens, hidden]"""
+        if meta.decode is not None:
+            self.backend.prepare_decode(meta.decode, kv[0], self.windows)
         hidden: Hidden
         residual: Tensor | None
         hidden, residual = self.embed(input_ids), None

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.ops.attention.cases import Case
+from tp_runtime.ops.attention.metadata import LayerKV
 from tp_runtime.ops.attention.triton_backend import TritonBackend
 
 BACKEND = TritonBackend()
@@ -79,6 +80,20 @@ def test_head_sizes_and_dtypes(dtype: torch.dtype, head_dim: int) -> None:
     decode.check(decode.run_decode(BACKEND))
     prefill = _case([20, 5], [8, 5], heads=(2, 1), head_dim=head_dim, dtype=dtype)
     prefill.check(prefill.run_prefill(BACKEND, cached=True))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_what_is_prepared_for_all_layers_is_what_a_layer_would_find(window: int | None) -> None:
+    case = _case([33, 0, 700], [1] * 3)
+    want = case.run_decode(BACKEND, window=window)
+    meta = case.decode_metadata()
+    BACKEND.prepare_decode(meta, LayerKV(case.k_cache, case.v_cache), [None, window, window])
+    assert set(meta.plans) == {None, window}
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    got = BACKEND.decode(case.q, case.k_cache, case.v_cache, meta, case.scale, window)
+    assert torch.equal(got, want)
+    case.check(got, window)
 
 
 def test_one_backend_decodes_batch_after_batch_with_its_counters_zero_in_between() -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.ops.attention.cases import Case
-from tp_runtime.ops.kernels.paged_decode import DecodeConfig, default_config, paged_decode
+from tp_runtime.ops.kernels.decode_plan import DecodeConfig, plan_decode
+from tp_runtime.ops.kernels.paged_decode import paged_decode
 
 TILE = 16
 
@@ -18,8 +19,8 @@ def _case(contexts: list[int], device: torch.device, **shape: Any) -> Case:
     return Case.make(contexts, [1] * len(contexts), device=device, **shape)
 
 
-def _config(splits: int = 3, least: int = TILE, tile: int = TILE) -> DecodeConfig:
-    return DecodeConfig(tile, 4, 3, splits, least)
+def _config(programs: int = 3, least: int = 1, tile: int = TILE) -> DecodeConfig:
+    return DecodeConfig(tile, 4, 3, programs, least)
 
 
 def _decode(
@@ -28,6 +29,7 @@ def _decode(
     window: int | None = None,
     counters: Tensor | None = None,
     contexts: Tensor | None = None,
+    plan: Tensor | None = None,
 ) -> Tensor:
     """Checks too that every counter is back at zero."""
     meta = case.decode_metadata()
@@ -43,24 +45,25 @@ def _decode(
         window,
         config,
         counters,
+        plan,
     )
     assert not counters.any()
     return out
 
 
 @pytest.mark.parametrize("window", [None, 1, 20])
-@pytest.mark.parametrize(("splits", "block_size"), [(1, 24), (3, 1), (6, 16)])
+@pytest.mark.parametrize(("programs", "block_size"), [(1, 24), (3, 1), (6, 16)])
 def test_any_number_of_shares(
-    window: int | None, block_size: int, splits: int, device: torch.device
+    window: int | None, block_size: int, programs: int, device: torch.device
 ) -> None:
     """More shares than some rows have tokens, and padding rows that have none."""
     case = _case([1, 0, 17, 150], device, heads=(2, 1), block_size=block_size)
-    out = _decode(case, _config(splits), window)
+    out = _decode(case, _config(programs), window)
     case.check(out, window)
     assert not out[1].any()
 
 
-@pytest.mark.parametrize("least", [TILE, 2 * TILE])
+@pytest.mark.parametrize("least", [1, 2])
 def test_lengths_around_the_borders_of_tiles_and_shares(least: int, device: torch.device) -> None:
     """One tile, one share, as many tiles as shares, and one token to each side; very uneven."""
     borders = [TILE, 2 * TILE, 3 * TILE, 6 * TILE]
@@ -124,12 +127,34 @@ def test_a_replay_with_other_lengths_needs_nothing_from_the_host(device: torch.d
         shorter.check(out)
 
 
-def test_a_row_has_the_same_bits_whatever_runs_beside_it(device: torch.device) -> None:
+def test_the_same_batch_gives_the_same_bits(device: torch.device) -> None:
     case = _case([150, 90], device)
-    alone = _decode(case, _config())[0]
-    case.contexts[1] = 0
-    assert torch.equal(_decode(case, _config())[0], alone)
-    assert torch.equal(_decode(case, _config())[0], alone)
+    first = _decode(case, _config())
+    for _ in range(3):
+        assert torch.equal(_decode(case, _config()), first)
+
+
+def test_a_row_is_right_whatever_runs_beside_it(device: torch.device) -> None:
+    """How it is cut depends on the others: whole, or at other tiles."""
+    for beside in (0, 1, 40, 150, 400):
+        case = _case([150, beside], device)
+        case.check(_decode(case, _config(6)))
+
+
+def test_whole_sequences_for_each_program_are_right_too(device: torch.device) -> None:
+    """Lengths so alike, and so few programs, that nothing is cut."""
+    case = _case([60, 33, 0, 47, 64, 1, 50], device, heads=(4, 2))
+    for programs in (2, 4, 6, 14):
+        case.check(_decode(case, _config(programs)))
+
+
+def test_a_plan_made_before_gives_the_same_bits(device: torch.device) -> None:
+    case = _case([150, 0, 90, 33], device)
+    meta = case.decode_metadata()
+    plan = plan_decode(meta.context_lens, 2, None, _config(8))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(_decode(case, _config(8), plan=plan), _decode(case, _config(8)))
 
 
 def test_queries_may_be_a_view_of_a_packed_projection(device: torch.device) -> None:
@@ -160,13 +185,3 @@ def test_what_it_cannot_take_is_refused(device: torch.device) -> None:
     case.k_cache = case.v_cache = case.k_cache.repeat(1, 1, 2, 1)
     with pytest.raises(ValueError, match="multiple of KV heads"):
         _decode(case, _config())
-
-
-def test_few_rows_are_cut_finely_and_many_into_few_shares() -> None:
-    shape: dict[str, Any] = {"head_size": 128, "dtype": torch.bfloat16, "processors": 132}
-    assert default_config(1, 8, longest=32_768, **shape).splits == 66
-    assert default_config(1, 4, longest=32_768, **shape).splits == 66
-    assert default_config(1, 8, longest=256, **shape).splits == 4
-    assert default_config(256, 8, longest=32_768, **shape).splits == 3
-    assert default_config(256, 8, longest=4096, **shape).splits == 2
-    assert default_config(0, 8, longest=0, **shape).splits == 1
