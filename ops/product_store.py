@@ -64,7 +64,7 @@ class ProductStore:
         """For a weight [outputs, inputs]."""
         outputs, inputs = weight.shape
         dtype = str(weight.dtype).removeprefix("torch.")
-        return ProductKey(self._gpu, torch.__version__, self._version, dtype, outputs, inputs)
+        return ProductKey(self._gpu, str(torch.__version__), self._version, dtype, outputs, inputs)
 
     def read(self, key: ProductKey) -> Algorithms:
         """Empty where nothing is kept, or what is kept is damaged or for something else."""

@@ -64,9 +64,11 @@ class TunedProduct:
         is as good or the tensors do not suit. Raises CublasLtError."""
         if x.dim() != 2 or self.algorithm(x.shape[0]) is None:
             return None
-        y = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
-        if not (_suits(x) and _suits(y) and weight.is_contiguous() and _suits(weight)):
+        if not (_suits(x) and _suits(weight) and weight.is_contiguous()):
             return None
+        if out is not None and not _suits(out):
+            return None
+        y = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
         launch = self._launch(Problem.of(x, weight, y))
         if launch is None:
             return None
