@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tp_runtime.ops.cublas_lt import CublasLtError
 from tp_runtime.ops.product_search import OutOfTime, ProductSearch
 from tp_runtime.ops.product_store import Algorithms, ProductKey, ProductStore
 from tp_runtime.ops.tuned_product import TunedProduct
@@ -32,7 +33,7 @@ class TuningReport:
     """Known from an earlier start."""
     timed: int = 0
     left: int = 0
-    """For which there was no time, or no memory."""
+    """For which there was no time or no memory, or a call of the library failed."""
     faster: int = 0
     """Of those kept and timed, where another algorithm than torch's is used."""
     seconds: float = 0.0
@@ -116,13 +117,13 @@ class ProductTuning:
     def _holds(self, weight: Tensor, rows: int, choice: bytes | None) -> bool:
         try:
             return choice is None or self._search.confirm(weight, rows, choice)
-        except torch.OutOfMemoryError:
+        except (CublasLtError, torch.OutOfMemoryError):
             return False
 
     def _find(self, family: _Family, rows: int) -> bool:
         try:
             choice = self._search.fastest(family.weights, rows)
-        except (OutOfTime, torch.OutOfMemoryError):
+        except (OutOfTime, CublasLtError, torch.OutOfMemoryError):
             return False
         family.algorithms[rows] = family.found[rows] = choice
         return True

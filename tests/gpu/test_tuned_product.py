@@ -91,8 +91,7 @@ def test_the_version_is_that_of_torchs_cuda(library: CublasLt) -> None:
 def test_an_algorithm_that_never_was_is_refused_and_not_run(library: CublasLt) -> None:
     x, weight, y = drawn(48, 256), weight_of(128, 256), drawn(48, 128)
     problem = Problem.of(x, weight, y)
-    for content in (b"\0" * ALGORITHM_BYTES, b"\xff" * ALGORITHM_BYTES):
-        assert library.prepare(problem, content) is None
+    assert library.prepare(problem, b"\xff" * ALGORITHM_BYTES) is None
 
 
 def test_another_dtype_is_refused_in_words(library: CublasLt) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.ops.fake_products import FakeLibrary, FakeTimer, named, weights_of
+from tp_runtime.ops.cublas_lt import CublasLtError
 from tp_runtime.ops.product_search import ProductSearch
 from tp_runtime.ops.product_store import ProductStore
 from tp_runtime.ops.product_tuning import ProductFamily, ProductTuning
@@ -85,12 +86,13 @@ def test_a_kept_algorithm_that_does_not_hold_any_more_is_searched_again(tmp_path
         Start(tmp_path, FakeLibrary({"a": 70}))
 
 
-def test_memory_that_does_not_suffice_leaves_a_product_as_it_is(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, CublasLtError])
+def test_a_search_that_fails_leaves_a_product_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     def full(search: ProductSearch, weights: list[torch.Tensor], rows: int) -> bytes:
         if rows == 2048:
-            raise torch.OutOfMemoryError
+            raise error
         return named("a")
 
     monkeypatch.setattr(ProductSearch, "fastest", full)

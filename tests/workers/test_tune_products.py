@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 
@@ -16,11 +18,13 @@ from tp_runtime.ops.cublas_lt import CublasLt
 from tp_runtime.ops.group import TPGroup
 from tp_runtime.ops.linear import MergedColumnParallelLinear
 from tp_runtime.ops.product import MAX_SKINNY_ROWS, MAX_SMALL_SKINNY_ROWS
+from tp_runtime.transport.heartbeat import Phase
 from tp_runtime.workers import tune_products as module
 from tp_runtime.workers.loader import fill_dummy
 from tp_runtime.workers.models.decoder import CausalLM
 from tp_runtime.workers.models.registry import build_model
 from tp_runtime.workers.tune_products import family_of, layers_by_shape, tune_products
+from tp_runtime.workers.worker import Worker
 
 CONFIG = EngineConfig(model="m", max_num_seqs=100, max_num_batched_tokens=5000)
 
@@ -164,6 +168,22 @@ def test_a_tuned_model_computes_what_it_did(tmp_path: Path, fake_gpu: FakeLibrar
     fake_gpu.launched.clear()
     assert torch.equal(head(x), want)
     assert fake_gpu.launched == [named("a")]
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_a_worker_tunes_in_its_warm_up_unless_told_not_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_gpu: FakeLibrary, disabled: bool
+) -> None:
+    worker, entered, sent = object.__new__(Worker), [], []
+    worker.config = msgspec.structs.replace(CONFIG, disable_product_tuning=disabled)
+    worker.rank = 0
+    worker.status = SimpleNamespace(send=sent.append)
+    monkeypatch.setattr(worker, "enter", entered.append)
+    model = model_of(tmp_path)
+    worker._tune_products(model, torch.bfloat16, torch.device("cuda"))
+    assert (model.lm_head.tuned is None) == disabled
+    assert set(entered) == (set() if disabled else {Phase.WARM_UP})
+    assert [(message.rank, message.phase) for message in sent] == [(0, "warm_up")] * (not disabled)
 
 
 def test_a_user_without_a_home_folder_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
