@@ -47,7 +47,7 @@ def tune_products(
     say: Callable[[str], None],
     log: bool,
 ) -> None:
-    """Gives the model's layers their `tuned`. Not collective; takes BUDGET_S at most.
+    """Gives the model's layers their `tuned`. Not collective; takes BUDGET_S or little more.
 
     `beat` is called once a second or so, `say` gets a sentence before a wait."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
