@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import tp_runtime
+from tp_runtime.cache_folder import cache_folder
 from tp_runtime.errors import ConfigError
 
 DEMO_MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -68,13 +69,6 @@ def demo_model_folder(say: Say = print) -> Path:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return target
-
-
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/tp_runtime`, or `~/.cache/tp_runtime`; not made here."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification: a path that is not absolute is to be ignored.
-    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "tp_runtime"
 
 
 def _is_complete(folder: Path) -> bool:

@@ -48,6 +48,7 @@ _HELP: dict[str, str] = {
     "attention_backend": "auto, or the name of a back-end.",
     "enforce_eager": "No CUDA graphs.",
     "disable_custom_all_reduce": "Add over the ranks by NCCL alone, not over symmetric memory.",
+    "disable_product_tuning": "Take cuBLAS's first choice for every matrix product, untimed.",
     "compile": "Run small operators under torch.compile in place of the own kernels.",
     "check": "Compare the ranks' states at every step.",
     "seed": "For random weights, and for requests without a seed of their own.",

@@ -17,6 +17,7 @@ from tp_runtime.ops.partial import Hidden, later
 from tp_runtime.ops.product import product
 from tp_runtime.ops.sharding import Shard, vocab_shard
 from tp_runtime.ops.tensor_source import TensorSource, check_shape, fill
+from tp_runtime.ops.tuned_product import TunedProduct
 
 
 class _VocabParallelWeight(nn.Module):
@@ -105,6 +106,7 @@ class ParallelLMHead(_VocabParallelWeight):
     ) -> None:
         weight = None if tied_to is None else tied_to.weight
         super().__init__(vocab_size, hidden_size, weight, group=group, dtype=dtype, device=device)
+        self.tuned: TunedProduct | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> this rank's logits [rows, padded] in the dtype of the weight, in which
@@ -112,7 +114,7 @@ class ParallelLMHead(_VocabParallelWeight):
         them widens them first.
 
         The caller gives only the rows whose logits are needed."""
-        logits = product(hidden, self.weight)
+        logits = product(hidden, self.weight, tuned=self.tuned)
         logits[:, self.shard.size :] = float("-inf")
         return logits
 

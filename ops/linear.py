@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from tp_runtime.ops.group import TPGroup
 from tp_runtime.ops.parameter import ShardId, empty_parameter, parameter_of
 from tp_runtime.ops.partial import Hidden, later
-from tp_runtime.ops.product import product
+from tp_runtime.ops.product import product, product_into
 from tp_runtime.ops.sharding import Shard, kv_head_shard, tile_shard
 from tp_runtime.ops.tensor_source import TensorSource, check_shape, fill
+from tp_runtime.ops.tuned_product import TunedProduct
 
 
 class PackedColumnLinear(nn.Module):
@@ -46,6 +47,7 @@ class PackedColumnLinear(nn.Module):
         rows = sum(self.local_sizes)
         self.weight = empty_parameter(rows, input_size, dtype=dtype, device=device)
         self.bias = empty_parameter(rows, dtype=dtype, device=device) if bias else None
+        self.tuned: TunedProduct | None = None
 
     @property
     def shard_ids(self) -> tuple[ShardId, ...]:
@@ -75,7 +77,7 @@ class PackedColumnLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, input_size] -> [tokens, local outputs]"""
-        return product(x, self.weight, self.bias)
+        return product(x, self.weight, self.bias, self.tuned)
 
 
 class ColumnParallelLinear(PackedColumnLinear):
@@ -199,6 +201,7 @@ class RowParallelLinear(nn.Module):
         self.group = group
         self.weight = empty_parameter(output_size, input_shard.size, dtype=dtype, device=device)
         self.bias = empty_parameter(output_size, dtype=dtype, device=device) if bias else None
+        self.tuned: TunedProduct | None = None
 
     @property
     def shard_ids(self) -> tuple[ShardId, ...]:
@@ -225,9 +228,9 @@ class RowParallelLinear(nn.Module):
         if parts > 1:
             y = self._in_parts(x, parts)
         elif self.sum_later:
-            return later(product(x, self.weight), self.group)
+            return later(product(x, self.weight, tuned=self.tuned), self.group)
         else:
-            y = self.group.comm.all_reduce(product(x, self.weight))
+            y = self.group.comm.all_reduce(product(x, self.weight, tuned=self.tuned))
         return y if self.bias is None else y.add_(self.bias)
 
     def _in_parts(self, x: Tensor, parts: int) -> Tensor:
@@ -235,7 +238,7 @@ class RowParallelLinear(nn.Module):
         y = x.new_empty((x.shape[0], self.output_size))
         waits = []
         for rows, out in zip(x.chunk(parts), y.chunk(parts), strict=True):
-            torch.mm(rows, self.weight.t(), out=out)
+            product_into(out, rows, self.weight, self.tuned)
             waits.append(self.group.comm.begin_all_reduce(out))
         for wait in waits:
             wait()

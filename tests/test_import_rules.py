@@ -22,12 +22,12 @@ FOR_WORKERS = (
     "tp_runtime.engine_config",
     "tp_runtime.model_config",
     "tp_runtime.model_length",
-    "tp_runtime.checkpoint_files",
+    "tp_runtime.cache_folder",
     "tp_runtime.checkpoint_files",
     "tp_runtime.sampling_params",
     "tp_runtime.errors",
 )
-"""What workers may import: layers, messages, transport, and what config and model folder say."""
+"""What workers may import: layers, messages, transport, and what config and folders say."""
 
 
 def _any(name: str, packages: tuple[str, ...]) -> bool:

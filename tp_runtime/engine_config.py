@@ -46,6 +46,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enforce_eager: bool = False
     compile: bool = False
     disable_custom_all_reduce: bool = False
+    disable_product_tuning: bool = False
     check: bool = False
     seed: int = 0
     listen: str = ""

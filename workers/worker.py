@@ -53,6 +53,7 @@ from tp_runtime.workers.sampler import Sampler
 from tp_runtime.workers.sharded_sampler import ShardedSampler
 from tp_runtime.workers.start_clock import StartClock
 from tp_runtime.workers.step_trace import StepTrace
+from tp_runtime.workers.tune_products import tune_products
 from tp_runtime.workers.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
@@ -139,6 +140,8 @@ class Worker:
         geometry = KVGeometry.of(model_config, group, block_size, dtype)
         per_row = -(-max_model_len // block_size)
         self.enter(Phase.WARM_UP)
+        self.clock.enter("tuning")
+        self._tune_products(model, dtype, device)
         self.clock.enter("warm-up")
         peak = warm_up(model, geometry, config, max_model_len, device)
         self.status.send(
@@ -180,6 +183,22 @@ class Worker:
             logger.warning("tp_runtime: Sums over the ranks are made by NCCL alone: %s.", reason)
         return fast
 
+    def _tune_products(self, model: CausalLM, dtype: torch.dtype, device: torch.device) -> None:
+        """No rank waits for another here. Whatever stays allocated is there when the memory for the
+        cache is measured."""
+        if self.config.disable_product_tuning:
+            return
+        first = self.rank == 0
+        tune_products(
+            model,
+            self.config,
+            dtype,
+            device,
+            beat=lambda: self.enter(Phase.WARM_UP),
+            say=self._say_tuning if first else lambda text: None,
+            log=first,
+        )
+
     def _sampler(self, group: TPGroup, model: CausalLM) -> Sampler:
         if self.config.sampling == "gather":
             return GatherSampler(group, model.lm_head)
@@ -210,6 +229,9 @@ class Worker:
     def _progress(self, text: str) -> None:
         self.enter(Phase.LOAD)
         self.status.send(WorkerProgress(self.rank, "load", text))
+
+    def _say_tuning(self, text: str) -> None:
+        self.status.send(WorkerProgress(self.rank, "warm_up", text))
 
     def report(self, error: BaseException) -> None:
         """Tell the coordinator, best effort: it may be gone, and then the exit status speaks."""

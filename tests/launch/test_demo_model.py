@@ -14,7 +14,7 @@ import pytest
 
 from tp_runtime.errors import ConfigError
 from tp_runtime.launch import demo_model
-from tp_runtime.launch.demo_model import cache_folder, demo_model_folder
+from tp_runtime.launch.demo_model import demo_model_folder
 
 
 def _silent(_: str) -> None:
@@ -142,11 +142,6 @@ def test_cache_folder_that_cannot_be_made_says_what_to_set(
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
     with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
         demo_model_folder(_silent)
-
-
-def test_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "here")
-    assert cache_folder() == Path.home() / ".cache" / "tp_runtime"
 
 
 def test_preparing_the_model_loads_neither_torch_nor_transformers() -> None:

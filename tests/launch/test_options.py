@@ -48,6 +48,12 @@ def test_flags_are_named_as_people_know_them():
     assert config.drain_timeout_s == 7.0
 
 
+def test_what_is_on_by_itself_has_a_flag_to_switch_it_off():
+    assert config_of("m", "--disable-product-tuning").disable_product_tuning
+    assert config_of("m", "--disable-custom-all-reduce").disable_custom_all_reduce
+    assert not config_of("m").disable_product_tuning
+
+
 def test_a_value_out_of_range_names_the_flag_and_the_range():
     with pytest.raises(ConfigError, match=r"--run-ahead 0 .* 1 to 64"):
         config_of("m", "--run-ahead", "0")
