@@ -2,7 +2,7 @@
 
 The heuristic answers with a few algorithms for each number of rows; nearly all of them work for any
 number of rows, and the fastest for one is often among the proposals for another. So all that were
-proposed for some number are tried for each. An algorithm is believed only when its result is that
+proposed for similar numbers are tried for each. An algorithm is believed only when its result is that
 of torch and it is ahead of torch by more than what timings differ by.
 """
 
@@ -32,6 +32,8 @@ _TURNS = 5
 _ASK_FOR_FEW = (32, 40, 48, 56, *range(64, 257, 16), 288, 320, 384, 448, 512)
 _ASK_FOR_MANY = (1024, 2048, 3072, 4096, 6144, 8192, 9000, 12288, 16384)
 """Numbers of rows whose proposals are tried for decode steps and for prefills."""
+_SIMILAR = 1.6
+"""Proposals for so many times the rows, or for so many times fewer, are tried."""
 
 _BEYOND_CACHES = 128 << 20
 """Weights of so many bytes come from memory when they are used in rotation: the L2 cache of an H200
@@ -65,7 +67,7 @@ class ProductSearch:
         self.library = library
         self._timer = timer
         self._in_time = in_time
-        self._proposed: dict[tuple[Problem, bool], list[bytes]] = {}
+        self._proposed: dict[Problem, list[bytes]] = {}
 
     def fastest(self, weights: Sequence[Tensor], rows: int) -> bytes | None:
         """The algorithm that beats torch for x [rows, inputs] and weights [outputs, inputs], all of
@@ -119,15 +121,14 @@ class ProductSearch:
         return x, weight.new_empty((rows, weight.shape[0]))
 
     def _candidates(self, problem: Problem) -> list[bytes]:
-        """All that were proposed for some number of rows, each once."""
-        many = problem.rows >= PREFILL_ROWS[0]
-        known = self._proposed.get((problem._replace(rows=0), many))
-        if known is None:
-            asked = _ASK_FOR_MANY if many else _ASK_FOR_FEW
-            proposals = [self.library.candidates(problem._replace(rows=rows)) for rows in asked]
-            known = list(dict.fromkeys(algorithm for some in proposals for algorithm in some))
-            self._proposed[problem._replace(rows=0), many] = known
-        return known
+        """All that were proposed for similar numbers of rows, each once."""
+        asked = _ASK_FOR_MANY if problem.rows >= PREFILL_ROWS[0] else _ASK_FOR_FEW
+        least, most = problem.rows / _SIMILAR, problem.rows * _SIMILAR
+        similar = [problem._replace(rows=rows) for rows in asked if least <= rows <= most]
+        for each in similar:
+            if each not in self._proposed:
+                self._proposed[each] = self.library.candidates(each)
+        return list(dict.fromkeys(chosen for each in similar for chosen in self._proposed[each]))
 
     def _in_turns(self, works: Sequence[Work], calls: int) -> list[float]:
         timings = [self._timer.record(work, calls) for work in works]

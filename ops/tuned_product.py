@@ -16,9 +16,11 @@ from torch import Tensor
 
 from tp_runtime.ops.cublas_lt import POINTER_ALIGNMENT, Problem
 
+DECODE_ROWS = (32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+"""Numbers of rows that stand for themselves and fewer, down to the next: an algorithm's tiles take
+as long for less."""
 PREFILL_ROWS = (2048, 4096, 8192, 16384)
-"""Numbers of rows that stand for those between them. Fewer rows are those of decode steps, of which
-there are a few sizes, each tuned by itself."""
+"""Numbers of rows that stand for themselves and more, up to the next."""
 
 Launch = Callable[[Tensor, Tensor, Tensor], None]
 """(x, weight, out): writes the product to `out`."""
@@ -46,15 +48,17 @@ class TunedProduct:
     def __init__(self, library: ProductLibrary, algorithms: Mapping[int, bytes | None]) -> None:
         self._library = library
         self._algorithms = dict(algorithms)
+        self._decode = sorted(rows for rows in algorithms if rows < PREFILL_ROWS[0])
         self._prefill = sorted(rows for rows in algorithms if rows >= PREFILL_ROWS[0])
         # Prefill steps have any number of rows; so many are remembered.
         self._launch = functools.lru_cache(maxsize=128)(self._prepare)
 
     def algorithm(self, rows: int) -> bytes | None:
-        """For exactly so many rows of a decode step; for a prefill of so many, that of the largest
-        number of rows that was tuned and is not larger. None: torch's choice is taken."""
+        """That of the next larger number of rows that was tuned for decode steps, or of the next
+        smaller one that was tuned for prefills. None: torch's choice is taken."""
         if rows < PREFILL_ROWS[0]:
-            return self._algorithms.get(rows)
+            at = bisect.bisect_left(self._decode, rows)
+            return self._algorithms[self._decode[at]] if at < len(self._decode) else None
         at = bisect.bisect_right(self._prefill, rows)
         return self._algorithms[self._prefill[at - 1]] if at else None
 

@@ -1,8 +1,8 @@
 """At start: which of cuBLASLt's algorithms multiplies each weight of the model fastest.
 
 Only on GPUs, in bfloat16 and float16, where the library can be had; elsewhere nothing happens and
-products are torch's. The sizes are those of recorded decode steps beyond our own kernels', and a
-few of prefills.
+products are torch's. The sizes are a few of decode steps, beyond our own kernels', and of
+prefills.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from tp_runtime.ops.product import most_skinny_rows
 from tp_runtime.ops.product_search import ProductSearch
 from tp_runtime.ops.product_store import ProductStore
 from tp_runtime.ops.product_tuning import ProductFamily, ProductTuning
-from tp_runtime.ops.tuned_product import PREFILL_ROWS
-from tp_runtime.workers.decode_graphs import graph_sizes
+from tp_runtime.ops.tuned_product import DECODE_ROWS, PREFILL_ROWS
 from tp_runtime.workers.models.decoder import CausalLM
 
 logger = logging.getLogger(__name__)
 
-BUDGET_S = 8.0
+BUDGET_S = 12.0
 """For all products together; what is found is kept, so further starts take up where this ended."""
 
 TunedLayer = PackedColumnLinear | RowParallelLinear | ParallelLMHead
@@ -90,7 +89,9 @@ def layers_by_shape(model: torch.nn.Module) -> list[list[TunedLayer]]:
 def family_of(layers: list[TunedLayer], config: EngineConfig) -> ProductFamily:
     """Their weights and the numbers of rows worth a choice."""
     few = most_skinny_rows(layers[0].weight)
-    rows = [size for size in graph_sizes(config.max_num_seqs) if size > few]
+    # Up to the first that holds the largest batch.
+    below = sum(size < config.max_num_seqs for size in DECODE_ROWS)
+    rows = [size for size in DECODE_ROWS[: below + 1] if size > few]
     if not isinstance(layers[0], ParallelLMHead):  # which sees one row per sequence
         rows += [size for size in PREFILL_ROWS if size <= config.max_num_batched_tokens]
     return ProductFamily([layer.weight for layer in layers], rows)

@@ -31,11 +31,13 @@ _QUEUE_BOUNDS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 5000)
 
 class Load(NamedTuple):
     """`rate`: arrivals per second (Poisson); 0: `clients` that each send the next request when the
-    last has ended. `background`: rows that decode all the time, before and beside."""
+    last has ended. `stagger`: each of them sends one before, of a part of the length, that is not
+    measured. `background`: rows that decode all the time, before and beside."""
 
     requests: int
     rate: float
     clients: int
+    stagger: bool
     background: int
     input_len: int
     output_len: int
@@ -48,8 +50,10 @@ class Load(NamedTuple):
 
 
 class Served(NamedTuple):
-    """Seconds. `gaps`: between tokens; a chunk of k tokens is k gaps of equal length."""
+    """Seconds. `started`: on the clock of time.perf_counter. `gaps`: between tokens; a chunk of k
+    tokens is k gaps of equal length."""
 
+    started: float
     first_token: float
     queue: float
     total: float
@@ -65,6 +69,11 @@ class Served(NamedTuple):
 @click.option("--num-requests", default=128, show_default=True)
 @click.option("--rate", default=0.0, help="Arrivals per second; otherwise a closed loop.")
 @click.option("--clients", default=8, show_default=True, help="Of the closed loop.")
+@click.option(
+    "--stagger",
+    is_flag=True,
+    help="Clients of the closed loop out of phase, as after hours; else all begin at once.",
+)
 @click.option("--background", default=0, help="Rows that decode all the while, not measured.")
 @click.option("--input-len", default=128, show_default=True, help="Prompt tokens.")
 @click.option("--output-len", default=1024, show_default=True, help="New tokens.")
@@ -76,18 +85,18 @@ def serve_command(
     **options: Any,
 ) -> int:
     """Time to the first token, between tokens, and in the queue, over the socket."""
-    names = ("num_requests", "rate", "clients", "background", "input_len", "output_len")
+    names = ("num_requests", "rate", "clients", "stagger", "background", "input_len", "output_len")
     load = {name: options.pop(name) for name in names}
     null = null_step_ms if null_workers else None
     with _server(model, address, null, load["background"], options) as server:
         conditions, where = server
-        served, seconds, info = asyncio.run(_measure(where, *load.values()))
+        served, info = asyncio.run(_measure(where, *load.values()))
     conditions |= {
         **load,
         "tensor_parallel_size": info.tensor_parallel_size,
         "dtype": conditions.get("dtype", info.dtype),
     }
-    results = summary(served, seconds)
+    results = summary(served)
     _print(results)
     _print_queue([each.queue for each in served])
     print_json("serve", conditions, results)
@@ -133,18 +142,18 @@ async def _measure(
     requests: int,
     rate: float,
     clients: int,
+    stagger: bool,
     background: int,
     input_len: int,
     output_len: int,
-) -> tuple[list[Served], float, Any]:
+) -> tuple[list[Served], Any]:
     async with AsyncClient(address) as client:
         info = await client.info()
-        load = Load(requests, rate, clients, background, input_len, output_len, info.vocab_size)
+        sizes = (input_len, output_len, info.vocab_size)
+        load = Load(requests, rate, clients, stagger, background, *sizes)
         async with _background(client, load, info.max_model_len):
-            started = time.perf_counter()
             served = await (_open_loop if rate else _closed_loop)(client, load)
-            seconds = time.perf_counter() - started
-    return served, seconds, info
+    return served, info
 
 
 @contextlib.asynccontextmanager
@@ -185,11 +194,16 @@ async def _all_decode(client: AsyncClient, rows: Sequence[asyncio.Future[Any]]) 
 
 async def _closed_loop(client: AsyncClient, load: Load) -> list[Served]:
     numbers = iter(range(load.requests))
+    # Evenly spread, in an order of its own: clients that begin together do not end one by one.
+    parts = random.Random(load.seed).sample(range(1, load.clients + 1), load.clients)
 
-    async def one_client() -> list[Served]:
+    async def one_client(part: int) -> list[Served]:
+        if load.stagger:
+            length = max(1, load.output_len * part // load.clients)
+            await _request(client, load._replace(output_len=length), -part)
         return [await _request(client, load, number) for number in numbers]
 
-    found = await asyncio.gather(*(one_client() for _ in range(load.clients)))
+    found = await asyncio.gather(*(one_client(part) for part in parts))
     return [served for each in found for served in each]
 
 
@@ -219,11 +233,12 @@ async def _request(client: AsyncClient, load: Load, number: int) -> Served:
         tokens += count
         before = now
     queue = stream.output.timings.queue_s
-    return Served(first, queue, before - started, gaps, tokens)
+    return Served(started, first, queue, before - started, gaps, tokens)
 
 
-def summary(served: list[Served], seconds: float) -> dict[str, Any]:
-    """Milliseconds at 50, 95 and 99 percent, and tokens per second of all together."""
+def summary(served: list[Served]) -> dict[str, Any]:
+    """Milliseconds at 50, 95 and 99 percent, and tokens per second of all together, from the first
+    request's start to the last one's end."""
     parts = {
         "ttft_ms": [each.first_token for each in served],
         "inter_token_ms": [gap for each in served for gap in each.gaps],
@@ -236,6 +251,8 @@ def summary(served: list[Served], seconds: float) -> dict[str, Any]:
     }
     found["queue_ms"]["max"] = 1000 * max(parts["queue_ms"], default=0.0)
     found["requests"] = len(served)
+    ended = max(each.started + each.total for each in served)
+    seconds = ended - min(each.started for each in served)
     found["tok_s"] = sum(each.tokens for each in served) / seconds
     return found
 

@@ -127,6 +127,24 @@ def test_serve_measures_arrivals_beside_rows_that_decode(capfd):
         assert sum(int(line.partition("ms")[2].split()[0]) for line in waits) == 6
 
 
+def test_clients_that_are_staggered_send_one_request_more_that_does_not_count(capfd, monkeypatch):
+    lengths = []
+    request = serve._request
+
+    async def noting(client, load, number):
+        lengths.append((number, load.output_len))
+        return await request(client, load, number)
+
+    monkeypatch.setattr(serve, "_request", noting)
+    null = ("--null-workers", "--null-step-ms", "1", "--device", "cpu")
+    load = ("--clients", "4", "--stagger", "--num-requests", "8")
+    _, record = bench(capfd, "serve", *null, "--input-len", "8", "--output-len", "20", *load)
+    assert record["results"]["requests"] == 8
+    before, counted = lengths[:4], lengths[4:]
+    assert sorted(length for _, length in before) == [5, 10, 15, 20]
+    assert sorted(counted) == [(number, 20) for number in range(8)]
+
+
 def test_serve_says_when_its_background_cannot_run_at_once(capfd, monkeypatch):
     monkeypatch.setattr(serve, "_START_S", 1.0)
     flags = ("--null-workers", "--device", "cpu", "--background", "3", "--num-requests", "1")

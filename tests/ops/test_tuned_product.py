@@ -23,12 +23,12 @@ def tuned(*rows: int, library: FakeLibrary | None = None) -> TunedProduct:
 
 
 ALGORITHMS = {48: A, 64: None, 256: B, 2048: C, 4096: None, 8192: A}
-LOOK_UPS = {0: None, 1: None, 47: None, 48: A, 49: None, 64: None, 256: B, 257: None, 2047: None}
+LOOK_UPS = {1: A, 47: A, 48: A, 49: None, 64: None, 65: B, 256: B, 257: None, 2047: None}
 LOOK_UPS |= {2048: C, 4095: C, 4096: None, 5000: None, 8191: None, 8192: A, 100_000: A}
 
 
 @pytest.mark.parametrize(("rows", "algorithm"), LOOK_UPS.items())
-def test_decode_sizes_are_met_exactly_and_prefills_from_below(
+def test_decode_sizes_are_met_from_above_and_prefills_from_below(
     rows: int, algorithm: bytes | None
 ) -> None:
     assert TunedProduct(FakeLibrary({}), ALGORITHMS).algorithm(rows) == algorithm
@@ -65,9 +65,9 @@ def test_rows_may_be_part_of_wider_ones() -> None:
 @pytest.mark.parametrize(
     ("x", "weight"),
     [
-        (aligned(47, 32), aligned(16, 32)),
+        (aligned(49, 32), aligned(16, 32)),
         (aligned(2, 24, 32), aligned(16, 32)),
-        (aligned(49, 32)[1:], aligned(16, 32)),
+        (aligned(48, 32)[1:], aligned(16, 32)),
         (aligned(32, 48).t(), aligned(16, 32)),
         (aligned(1, 32).expand(48, 32), aligned(16, 32)),
         (aligned(48, 32), aligned(16, 64)[:, :32]),

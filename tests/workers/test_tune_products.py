@@ -78,14 +78,14 @@ def test_layers_are_tuned_by_shape_and_those_with_a_bias_in_the_product_are_not(
     assert tuned_names(model_of(tmp_path, "qwen2")) == {"lm_head", *names} - biased
 
 
-def test_rows_are_those_of_recorded_steps_that_no_own_kernel_takes_and_of_prefills(
+def test_rows_are_those_of_decode_steps_that_no_own_kernel_takes_and_of_prefills(
     tmp_path: Path,
 ) -> None:
     shapes = layers_by_shape(model_of(tmp_path))
     by_type = {type(same[0]).__name__: family_of(same, CONFIG) for same in shapes}
     assert MAX_SMALL_SKINNY_ROWS == 16
-    assert by_type["QKVParallelLinear"].rows == [32, 48, 64, 96, 100, 2048, 4096]
-    assert by_type["ParallelLMHead"].rows == [32, 48, 64, 96, 100]
+    assert by_type["QKVParallelLinear"].rows == [32, 48, 64, 96, 128, 2048, 4096]
+    assert by_type["ParallelLMHead"].rows == [32, 48, 64, 96, 128]
     # In the tiny model gate and up have the shape of q, k and v, and down that of o.
     assert len(by_type["QKVParallelLinear"].weights) == 4
 
@@ -94,7 +94,7 @@ def test_large_weights_are_our_own_kernels_for_more_rows() -> None:
     place = {"group": TPGroup.single(), "dtype": torch.bfloat16, "device": "meta"}
     large = MergedColumnParallelLinear(4096, [12288, 12288], **place)
     assert MAX_SKINNY_ROWS == 32
-    assert family_of([large], CONFIG).rows == [48, 64, 96, 100, 2048, 4096]
+    assert family_of([large], CONFIG).rows == [48, 64, 96, 128, 2048, 4096]
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_one_backend_decodes_batch_after_batch_with_its_counters_zero_in_between
 
 def test_counters_grow_and_leave_those_of_recorded_steps_alone() -> None:
     backend = TritonBackend()
-    device = torch.device(DEVICE)
+    device = torch.empty(0, device=DEVICE).device
     small = backend._zeroed_counters(8, device)
     large = backend._zeroed_counters(small.numel() + 1, device)
     assert large.numel() > small.numel()
