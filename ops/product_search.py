@@ -2,8 +2,8 @@
 
 The heuristic answers with a few algorithms for each number of rows; nearly all of them work for any
 number of rows, and the fastest for one is often among the proposals for another. So all that were
-proposed for similar numbers are tried for each. An algorithm is believed only when its result is that
-of torch and it is ahead of torch by more than what timings differ by.
+proposed for similar numbers are tried for each. An algorithm is believed only when its result is
+that of torch and it is ahead of torch by more than what timings differ by.
 """
 
 from __future__ import annotations
