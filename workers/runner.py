@@ -26,6 +26,7 @@ from tp_runtime.workers.decode_graphs import RECORDED_CLASSES, DecodeGraphs
 from tp_runtime.workers.host_copy import PendingCopy, to_device
 from tp_runtime.workers.logprobs import LogprobCollector, PendingLogprobs
 from tp_runtime.workers.models.decoder import CausalLM
+from tp_runtime.workers.prefill_graphs import PrefillGraphs, Room
 from tp_runtime.workers.sampler import Sampler
 from tp_runtime.workers.sampling_rows import SamplingRows
 from tp_runtime.workers.state_check import StateCheck
@@ -39,7 +40,8 @@ class StepInput:
     """[tokens] int64."""
     positions: Tensor
     """[tokens] int64."""
-    metadata: AttentionMetadata
+    slots: Tensor
+    """[tokens] int64."""
     sample_at: Tensor
     """[sampled] int64: token indices whose logits are needed."""
     sample_rows: Tensor
@@ -75,9 +77,11 @@ class Runner:
         sampler: Sampler,
         group: TPGroup,
         graphs: DecodeGraphs | None = None,
+        prefill_graphs: PrefillGraphs | None = None,
     ) -> None:
         self.group = group
         self.graphs = graphs
+        self.prefill_graphs = prefill_graphs
         self.model = model
         self.kv = kv
         self.state = state
@@ -97,10 +101,34 @@ class Runner:
         if plan.padded and self.graphs is not None:
             return self._replay(plan, self.graphs)
         step = self._prepare(plan)
-        hidden = self.model(step.ids, step.positions, self.kv, step.metadata)
+        hidden = self._hidden(plan, step)
         self.state.advance_decode(step.decode_rows, step.host_decode_rows)
         self.state.advance_chunks(plan.chunks)
         return self._finish(plan, step, hidden)
+
+    def _hidden(self, plan: StepPlan, step: StepInput) -> Tensor:
+        """Of all tokens of the step, [tokens, hidden]."""
+        room = self._room(plan, step)
+        if room is not None and self.prefill_graphs is not None:
+            return self.prefill_graphs.run(
+                room, step.ids, step.positions, step.slots, step.decode_rows, plan.chunks
+            )
+        rows = len(step.host_decode_rows)
+        metadata = AttentionMetadata(
+            slot_mapping=step.slots,
+            decode=self._decode_metadata(
+                step.decode_rows, step.host_decode_rows, step.positions[:rows]
+            ),
+            prefill=self._prefill_metadata(plan.chunks),
+        )
+        hidden: Tensor = self.model(step.ids, step.positions, self.kv, metadata)
+        return hidden
+
+    def _room(self, plan: StepPlan, step: StepInput) -> Room | None:
+        if self.prefill_graphs is None or not plan.chunks:
+            return None
+        rows = len(step.host_decode_rows)
+        return self.prefill_graphs.fitting(rows, step.ids.shape[0] - rows, len(plan.chunks))
 
     def _replay(self, plan: StepPlan, graphs: DecodeGraphs) -> StepResult:
         """A pure decode step of the first rows."""
@@ -146,11 +174,6 @@ class Runner:
         chunk_ids, chunk_rows, chunk_positions = self._chunk_tokens(plan.chunks)
         rows = torch.cat([decode, chunk_rows])
         positions = torch.cat([decode_positions, chunk_positions])
-        metadata = AttentionMetadata(
-            slot_mapping=self.state.slots(rows, positions),
-            decode=self._decode_metadata(decode, host_decode, decode_positions),
-            prefill=self._prefill_metadata(plan.chunks),
-        )
         sampled = _sampled_tokens(plan.chunks, len(host_decode))
         host_sample = host_decode + [row for row, _ in sampled]
         at = to_device(
@@ -162,7 +185,7 @@ class Runner:
         return StepInput(
             ids=torch.cat([decode_ids, chunk_ids]),
             positions=positions,
-            metadata=metadata,
+            slots=self.state.slots(rows, positions),
             sample_at=at,
             sample_rows=rows[at],
             host_sample_rows=host_sample,

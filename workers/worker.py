@@ -48,6 +48,7 @@ from tp_runtime.workers.loader import count_parameters, fill_dummy, load_weights
 from tp_runtime.workers.loop import WorkerLoop
 from tp_runtime.workers.models.decoder import CausalLM
 from tp_runtime.workers.models.registry import build_model
+from tp_runtime.workers.prefill_graphs import PrefillGraphs, rooms_for
 from tp_runtime.workers.runner import Runner
 from tp_runtime.workers.sampler import Sampler
 from tp_runtime.workers.sharded_sampler import ShardedSampler
@@ -112,6 +113,8 @@ class Worker:
         self.enter(Phase.STOP)
         if graphs is not None:
             graphs.release()
+        if runner.prefill_graphs is not None:
+            runner.prefill_graphs.release()
         runner.group.comm.close()
 
     def _build(self, device: torch.device, group: TPGroup, before: MemoryBefore) -> Runner:
@@ -167,7 +170,8 @@ class Worker:
         sampler = self._sampler(group, model)
         self.clock.enter("graphs")
         graphs = self._record_graphs(model, kv, state, sampler, backend)
-        return Runner(model, kv, state, sampler, group, graphs)
+        prefill_graphs = self._record_prefill_graphs(model, kv, state, backend)
+        return Runner(model, kv, state, sampler, group, graphs, prefill_graphs)
 
     def _with_symmetric_memory(
         self, group: TPGroup, hidden: int, dtype: torch.dtype, device: torch.device
@@ -212,13 +216,27 @@ class Worker:
         sampler: Sampler,
         backend: AttentionBackend,
     ) -> DecodeGraphs | None:
-        """None where steps run eagerly: on a CPU, under --enforce-eager, or with a back-end whose
-        calls cannot be recorded."""
-        if state.device.type != "cuda" or self.config.enforce_eager or not backend.graph_safe:
+        if not self._can_record(state, backend):
             return None
         graphs = DecodeGraphs(model, kv, state, sampler, graph_sizes(self.config.max_num_seqs))
         graphs.record()
         return graphs
+
+    def _record_prefill_graphs(
+        self, model: CausalLM, kv: list[LayerKV], state: BatchState, backend: AttentionBackend
+    ) -> PrefillGraphs | None:
+        rooms = rooms_for(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        if not rooms or not self._can_record(state, backend):
+            return None
+        graphs = PrefillGraphs(model, kv, state, rooms)
+        graphs.record()
+        return graphs
+
+    def _can_record(self, state: BatchState, backend: AttentionBackend) -> bool:
+        """Steps run eagerly on a CPU, under --enforce-eager, and with a back-end whose calls cannot
+        be recorded."""
+        on_gpu = state.device.type == "cuda"
+        return on_gpu and not self.config.enforce_eager and backend.graph_safe
 
     def _await_allocation(self) -> AllocateKV:
         received = self.status.receive()

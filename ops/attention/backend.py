@@ -22,7 +22,8 @@ class AttentionBackend(ABC):
 
     name: str
     graph_safe: bool
-    """Whether `decode` can be captured in a CUDA graph: it reads no device value on the host."""
+    """Whether `decode`, and `prefill` from the cache, can be captured in a CUDA graph: they read no
+    device value on the host, and take lengths of 0 for what is padding."""
 
     @classmethod
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from functools import cached_property
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from tp_runtime.workers.gather_sampler import GatherSampler
 from tp_runtime.workers.kv_cache import KVGeometry
 from tp_runtime.workers.loader import load_weights
 from tp_runtime.workers.models.registry import build_model
+from tp_runtime.workers.prefill_graphs import PrefillGraphs, Room
 from tp_runtime.workers.runner import Runner, StepResult
 from tp_runtime.workers.sharded_sampler import ShardedSampler
 
@@ -54,6 +56,7 @@ class EngineInProcess:
         backend: AttentionBackend | None = None,
         group: TPGroup | None = None,
         sampler: type[GatherSampler] | type[ShardedSampler] = GatherSampler,
+        rooms: Items[Room] = (),
         **limits: object,
     ) -> None:
         self._folder = folder
@@ -89,6 +92,9 @@ class EngineInProcess:
                 model, kv, state, self.runner.sampler, self.limits.graph_sizes
             )
             self.runner.graphs.record()
+        if rooms:
+            self.runner.prefill_graphs = PrefillGraphs(model, kv, state, rooms)
+            self.runner.prefill_graphs.record()
 
     def add(self, name: str, prompt: list[int], params: SamplingParams, seed: int = 0) -> Sequence:
         seq = Sequence(SeqKey(name), prompt, params, seed=seed)
