@@ -44,6 +44,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     sampling: SamplingPath = "auto"
     attention_backend: str = "auto"
     enforce_eager: bool = False
+    prefill_graphs: bool = False
+    """Not run on a GPU yet, so to be asked for."""
     compile: bool = False
     disable_custom_all_reduce: bool = False
     disable_product_tuning: bool = False

@@ -192,6 +192,7 @@ class PrefillGraphs:
                 block_tables=buffers.chunk_tables[:chunks],
                 max_seqlen_q=room.prompt,
                 max_seqlen_k=longest,
+                recorded=True,
             ),
         )
         ids, positions = buffers.ids[: room.tokens], buffers.positions[: room.tokens]

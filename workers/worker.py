@@ -48,6 +48,7 @@ from tp_runtime.workers.loader import count_parameters, fill_dummy, load_weights
 from tp_runtime.workers.loop import WorkerLoop
 from tp_runtime.workers.models.decoder import CausalLM
 from tp_runtime.workers.models.registry import build_model
+from tp_runtime.workers.prefill_check import record_prefills
 from tp_runtime.workers.prefill_graphs import PrefillGraphs, rooms_for
 from tp_runtime.workers.runner import Runner
 from tp_runtime.workers.sampler import Sampler
@@ -170,7 +171,7 @@ class Worker:
         sampler = self._sampler(group, model)
         self.clock.enter("graphs")
         graphs = self._record_graphs(model, kv, state, sampler, backend)
-        prefill_graphs = self._record_prefill_graphs(model, kv, state, backend)
+        prefill_graphs = self._record_prefill_graphs(model, kv, state, group, backend)
         return Runner(model, kv, state, sampler, group, graphs, prefill_graphs)
 
     def _with_symmetric_memory(
@@ -223,13 +224,21 @@ class Worker:
         return graphs
 
     def _record_prefill_graphs(
-        self, model: CausalLM, kv: list[LayerKV], state: BatchState, backend: AttentionBackend
+        self,
+        model: CausalLM,
+        kv: list[LayerKV],
+        state: BatchState,
+        group: TPGroup,
+        backend: AttentionBackend,
     ) -> PrefillGraphs | None:
+        """None, too, where the graphs do not do what they should; the log says so."""
         rooms = rooms_for(self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        if not rooms or not self._can_record(state, backend):
+        wanted = self.config.prefill_graphs and rooms
+        if not wanted or not self._can_record(state, backend):
             return None
-        graphs = PrefillGraphs(model, kv, state, rooms)
-        graphs.record()
+        graphs, wrong = record_prefills(model, kv, state, group, rooms)
+        if wrong and self.rank == 0:
+            logger.warning("tp_runtime: Steps with prompts run without graphs: %s.", wrong)
         return graphs
 
     def _can_record(self, state: BatchState, backend: AttentionBackend) -> bool:

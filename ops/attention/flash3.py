@@ -16,7 +16,6 @@ from tp_runtime.ops.attention.backend import AttentionBackend, cuda_reason, wind
 from tp_runtime.ops.attention.metadata import DecodeMetadata, PrefillMetadata
 
 _MODULE = "flash_attn_interface"
-_MANY_QUERIES = 64
 
 
 def _call_directly(module: ModuleType) -> None:
@@ -101,8 +100,8 @@ class FlashAttention3Backend(AttentionBackend):
                 softmax_scale=scale,
                 causal=True,
                 window_size=window_pair(window),
-                # Many queries fill the GPU; for a few, 0 lets the package choose.
-                num_splits=1 if meta.max_seqlen_q >= _MANY_QUERIES else 0,
+                # 0 lets the package choose; by bounds it would take memory for the longest.
+                num_splits=1 if meta.recorded else 0,
             )
         # Releases before 3.0.0b1 return the log-sum-exp as well.
         return out[0] if isinstance(out, tuple) else out

@@ -22,13 +22,16 @@ class PrefillMetadata:
     block_tables: [S, max_blocks] int32 when keys of earlier tokens are read from the cache; None
         when every sequence begins with this chunk, so that the given k and v are all there is.
         Entries past a sequence's blocks may hold anything.
-    max_seqlen_q, max_seqlen_k: the largest number of new tokens, and of context tokens."""
+    max_seqlen_q, max_seqlen_k: the largest number of new tokens, and of context tokens.
+    recorded: for a CUDA graph that is replayed with other lengths; these two are bounds then, and
+        tokens and sequences of padding may follow."""
 
     cu_seqlens_q: Tensor
     context_lens: Tensor
     block_tables: Tensor | None
     max_seqlen_q: int
     max_seqlen_k: int
+    recorded: bool = False
 
 
 @dataclass

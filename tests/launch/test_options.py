@@ -52,6 +52,8 @@ def test_what_is_on_by_itself_has_a_flag_to_switch_it_off():
     assert config_of("m", "--disable-product-tuning").disable_product_tuning
     assert config_of("m", "--disable-custom-all-reduce").disable_custom_all_reduce
     assert not config_of("m").disable_product_tuning
+    assert config_of("m", "--prefill-graphs").prefill_graphs
+    assert not config_of("m").prefill_graphs
 
 
 def test_a_value_out_of_range_names_the_flag_and_the_range():

@@ -1,4 +1,4 @@
-"""Recorded steps with prompts against eager ones; in the CPU form, which calls what a graph holds."""
+"""Recorded steps with prompts against eager ones; the CPU form calls what a graph holds."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ import torch
 
 from tests.tiny_models import make_tiny
 from tests.workers.engine_in_process import EngineInProcess
+from tp_runtime.ops.attention.metadata import DecodeMetadata, PrefillMetadata
+from tp_runtime.ops.attention.reference import ReferenceBackend
+from tp_runtime.ops.group import TPGroup
 from tp_runtime.sampling_params import SamplingParams
 from tp_runtime.workers import prefill_graphs
+from tp_runtime.workers.prefill_check import record_prefills
 from tp_runtime.workers.prefill_graphs import PrefillGraphs, Room, rooms_for
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -145,3 +149,47 @@ def test_rooms_end_with_the_largest_batch_and_the_largest_step() -> None:
     many = rooms_for(1000, 8192)
     assert {room.decode for room in many} == set(prefill_graphs.DECODE_ROWS)
     assert {room.prompt for room in many} == set(prefill_graphs.PROMPT_TOKENS)
+
+
+class Forgetful(ReferenceBackend):
+    """Does something wrong once a step is recorded: no eager step has so large a bound."""
+
+    fault = "none"
+
+    def prefill(self, q, k, v, k_cache, v_cache, meta: PrefillMetadata, scale, window):
+        out = super().prefill(q, k, v, k_cache, v_cache, meta, scale, window)
+        if meta.block_tables is not None and self.fault == "zeros":
+            return torch.zeros_like(out)
+        if meta.block_tables is not None and self.fault == "nan":
+            return out.fill_(float("nan"))
+        if meta.block_tables is not None and self.fault == "raises":
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return out
+
+    def decode(self, q, k_cache, v_cache, meta: DecodeMetadata, scale, window):
+        out = super().decode(q, k_cache, v_cache, meta, scale, window)
+        padded = meta.context_lens.shape[0] > 1
+        return torch.zeros_like(out) if padded and self.fault == "decode" else out
+
+
+@pytest.mark.parametrize("fault", ["none", "zeros", "nan", "raises", "decode"])
+def test_a_start_finds_out_whether_recorded_steps_do_what_eager_ones_do(
+    folder: Path, fault: str
+) -> None:
+    backend = Forgetful()
+    engine = EngineInProcess(folder, backend=backend, max_num_seqs=8)
+    backend.fault = fault
+    runner = engine.runner
+    tables = runner.state.block_tables.clone()
+    graphs, wrong = record_prefills(runner.model, runner.kv, runner.state, TPGroup.single(), ROOMS)
+    assert (graphs is None) == (fault != "none") == bool(wrong)
+    assert ("capturing" in wrong) == (fault == "raises")
+    assert torch.equal(runner.state.block_tables, tables)
+
+
+@pytest.mark.parametrize("blocks", [2, 3, 6])
+def test_a_cache_that_is_too_small_to_ask_is_no_fault(folder: Path, blocks: int) -> None:
+    runner = EngineInProcess(folder, num_blocks=blocks, max_num_seqs=8).runner
+    graphs, wrong = record_prefills(runner.model, runner.kv, runner.state, TPGroup.single(), ROOMS)
+    assert graphs is not None
+    assert wrong == ""
