@@ -21,10 +21,11 @@ from tp_runtime.coordinator.inbox import Inbox
 from tp_runtime.coordinator.limits import SchedulerLimits
 from tp_runtime.coordinator.load_log import LoadLog
 from tp_runtime.coordinator.metrics import Metrics
+from tp_runtime.coordinator.pace import StepPace
 from tp_runtime.coordinator.poison import Quarantine
 from tp_runtime.coordinator.recovery_clock import in_words
 from tp_runtime.coordinator.request_table import RequestTable
-from tp_runtime.coordinator.scheduler import Scheduler
+from tp_runtime.coordinator.scheduler import WINDOW, Scheduler
 from tp_runtime.coordinator.sequence import SequenceUpdate, SteadyTokens
 from tp_runtime.coordinator.server_state import ServerState
 from tp_runtime.coordinator.step_times import StepTimes
@@ -105,6 +106,7 @@ class Engine:
         self._activity = ActivityLog()
         self._next_activity = 0.0
         self._times = StepTimes(self.metrics, self._activity, self._trace)
+        self._pace = StepPace()
         self._fresh: list[SteadyTokens | list[SequenceUpdate]] = []
         """Of answered steps, not yet handed over."""
         self._draining_since: float | None = None
@@ -210,6 +212,8 @@ class Engine:
         answers, broken = _read_all(generation.answers)
         received = started = time.monotonic_ns()
         records = scheduler.in_flight.oldest_steps(len(answers))
+        self._pace.answered(len(answers), all(r.is_steady for r in records), received)
+        scheduler.steps_ahead = self._pace.steps_ahead(WINDOW, self._config.run_ahead)
         try:
             for piece in scheduler.commit_all(answers):
                 number = piece.num_steps if isinstance(piece, SteadyTokens) else 1
@@ -263,6 +267,7 @@ class Engine:
             self._fresh.append(self.scheduler.reset(generation.number, limits))
             self._hand_over()
         self._times.forget()
+        self._pace.forget()
         self.metrics.interrupted()
         self._activity.ready()
         if self._trace is not None:
@@ -301,6 +306,7 @@ class Engine:
         if generation is not None:
             self._loop.unwatch(generation.answers.doorbell)
         self._times.forget()
+        self._pace.forget()
         if self.scheduler is not None:
             self._say("recovering", "workers are being replaced")
 
