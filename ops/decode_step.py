@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tp_runtime.ops.sampling.best import unpack_id
+from tp_runtime.ops.sampling.packed import unpack_id
 
 
 @dataclass

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from tp_runtime.ops.embedding import ParallelLMHead
 from tp_runtime.ops.group import TPGroup
-from tp_runtime.ops.sampling.best import best_of_shard, unpack_id
+from tp_runtime.ops.sampling.best import best_of_shard
+from tp_runtime.ops.sampling.packed import unpack_id
 from tp_runtime.ops.sampling.sampler import (
     Allowed,
     Entries,

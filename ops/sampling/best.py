@@ -1,8 +1,5 @@
-"""The best token of a shard of the vocabulary, in a form that ranks can compare: one int64 a row.
-
-The high half orders like the float32 value, the low half prefers the lower id. So the maximum over
-shards is what argmax over the whole row would find.
-"""
+"""The best token of a shard of the vocabulary, in a form that ranks can compare
+(`ops.sampling.packed`): one int64 a row."""
 
 from __future__ import annotations
 
@@ -10,37 +7,9 @@ import torch
 from torch import Tensor
 
 from tp_runtime.ops.compiled import compilable, runs_kernels
+from tp_runtime.ops.sampling.packed import UNUSABLE, pack_best
 from tp_runtime.ops.sampling.philox import gumbel
-from tp_runtime.ops.sampling.sampler import (
-    INVALID_ID,
-    SamplingBatch,
-    SamplingClass,
-    add_noise,
-    scale,
-)
-
-_UNUSABLE = torch.iinfo(torch.int64).max
-_ID_BITS = 32
-_ID_MASK = (1 << _ID_BITS) - 1
-_MINUS_INF = -0x7F800000
-
-
-def ordered_bits(values: Tensor) -> Tensor:
-    """float32 [n] -> int64 [n] in the same order (-inf lowest; -0.0 equals 0.0)."""
-    bits = (values + 0.0).view(torch.int32).to(torch.int64)
-    return torch.where(bits >= 0, bits, -(bits & 0x7FFFFFFF))
-
-
-def pack_best(values: Tensor, ids: Tensor) -> Tensor:
-    """One int64 per row that orders by value, then by lowest id."""
-    return (ordered_bits(values) << _ID_BITS) | (_ID_MASK - ids)
-
-
-def unpack_id(best: Tensor) -> Tensor:
-    """Id of a packed best [rows]; -1 for a row that is not usable (see `usable_rows`)."""
-    ids = _ID_MASK - (best & _ID_MASK)
-    usable = (best != _UNUSABLE) & ((best >> _ID_BITS) > _MINUS_INF)
-    return torch.where(usable, ids, INVALID_ID)
+from tp_runtime.ops.sampling.sampler import SamplingBatch, SamplingClass, add_noise, scale
 
 
 def best_reference(local: Tensor, start: int, batch: SamplingBatch) -> Tensor:
@@ -66,7 +35,7 @@ def _best(local: Tensor, keyed: Tensor, start: int) -> Tensor:
     broken = ~torch.isfinite(largest) & ~torch.isneginf(largest)
     index = keyed.argmax(-1, keepdim=True)  # the first maximum: the lowest id on ties
     best = pack_best(keyed.gather(-1, index)[:, 0], index[:, 0] + start)
-    return torch.where(broken, _UNUSABLE, best)
+    return torch.where(broken, UNUSABLE, best)
 
 
 def best_of_shard(local: Tensor, start: int, batch: SamplingBatch) -> Tensor:

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tp_runtime.ops.compiled import compilable
+from tp_runtime.ops.compiled import compilable, runs_kernels
+from tp_runtime.ops.sampling.packed import INVALID_ID, unpack_id
 from tp_runtime.ops.sampling.philox import gumbel
 from tp_runtime.ops.sampling.processors import (
     add_bias,
@@ -26,8 +27,6 @@ from tp_runtime.ops.sampling.processors import (
     block_ids,
     penalize,
 )
-
-INVALID_ID = -1
 
 
 class SamplingClass(enum.IntEnum):
@@ -120,7 +119,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.kind == SamplingClass.FULL and batch.truncated:
         scaled = apply_min_p(scaled, batch.min_p)
         scaled = apply_top_k_top_p(scaled, batch.top_k, batch.top_p)
-    return _draw(logits, scaled, batch.temperature, batch.seed, batch.position)
+    draw = _draw_by_kernel if runs_kernels(scaled) else _draw
+    return draw(logits, scaled, batch.temperature, batch.seed, batch.position)
 
 
 @compilable
@@ -140,6 +140,18 @@ def _draw(
 ) -> Tensor:
     noise = gumbel(seed, position, 0, logits.shape[-1])
     return _best_id(logits, add_noise(logits, scaled, noise, temperature))
+
+
+def _draw_by_kernel(
+    logits: Tensor, scaled: Tensor, temperature: Tensor, seed: Tensor, position: Tensor
+) -> Tensor:
+    """As `_draw`, where the noise takes two hundred operations on all logits."""
+    from tp_runtime.ops.kernels.best_token import best_token  # triton: CUDA only
+
+    # The temperature is in `scaled` already; what is left of it is whether there is noise.
+    noisy = (temperature != 0).float()
+    best = best_token(scaled.contiguous(), 0, noisy, seed, position).amax(1)
+    return torch.where(usable_rows(logits), unpack_id(best), INVALID_ID)
 
 
 @compilable

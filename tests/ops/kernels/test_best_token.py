@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from tp_runtime.ops.kernels.best_token import best_token
-from tp_runtime.ops.sampling.best import best_reference, unpack_id
-from tp_runtime.ops.sampling.sampler import SamplingBatch, SamplingClass
+from tp_runtime.ops.sampling import sampler
+from tp_runtime.ops.sampling.best import best_reference
+from tp_runtime.ops.sampling.packed import unpack_id
+from tp_runtime.ops.sampling.sampler import SamplingBatch, SamplingClass, sample
 
 
 def batch(rows: int, kind: SamplingClass, device: torch.device) -> SamplingBatch:
@@ -50,3 +52,27 @@ def test_ties_over_pieces_go_to_the_lowest_id(device: torch.device) -> None:
     logits[0, [4500, 8191, 8999]] = 3.0
     b = batch(1, SamplingClass.GREEDY, device)
     assert unpack_id(best_token(logits, 400, None, b.seed, b.position).amax(1)).tolist() == [4900]
+
+
+def test_a_draw_after_truncation_uses_it_and_draws_the_same(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Top-k, top-p, min-p and greedy rows, and such as cannot be drawn."""
+    rows = 12
+    logits = 3 * torch.randn(rows, 700, device=device)
+    logits[9, 5] = float("nan")
+    logits[10, 699] = float("inf")
+    logits[11] = float("-inf")
+    b = batch(rows, SamplingClass.FULL, device)
+    b.top_k = torch.tensor([0, 5, 0, 40] * 3, device=device)
+    b.top_p = torch.tensor([1.0, 1.0, 0.6, 0.9] * 3, device=device)
+    b.min_p = torch.tensor([0.0, 0.0, 0.0, 0.05] * 3, device=device)
+    monkeypatch.setattr(sampler, "runs_kernels", lambda x: False)
+    want = sample(logits, b)
+    monkeypatch.setattr(sampler, "runs_kernels", lambda x: True)
+    used = []
+    kernel = sampler._draw_by_kernel
+    monkeypatch.setattr(sampler, "_draw_by_kernel", lambda *a: (used.append(a), kernel(*a))[1])
+    assert sample(logits, b).tolist() == want.tolist()
+    assert want.tolist()[9:] == [-1] * 3
+    assert len(used) == 1

@@ -11,7 +11,7 @@ from tp_runtime.ops.decode_step import (
     end_decode_reference,
 )
 from tp_runtime.ops.kernels import decode_step as kernels
-from tp_runtime.ops.sampling.best import pack_best
+from tp_runtime.ops.sampling.packed import pack_best
 
 
 @pytest.mark.parametrize(("n", "rows"), [(1, 1), (8, 5), (100, 70), (4, 0)])
