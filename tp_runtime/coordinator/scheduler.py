@@ -57,8 +57,8 @@ class Scheduler:
         self._queue = WaitingQueue()
         self._next_order = 0
         self._only: frozenset[SeqKey] | None = None
-        self.steps_ahead: int | None = None
-        """Fewer than `limits.run_ahead` steps are published ahead, if so many are enough."""
+        self.steps_ahead = limits.run_ahead
+        """So many are enough; more than `limits.run_ahead` are never published."""
         self.masks_wanted: list[Sequence] = []
         """With a grammar and a new token since; whoever makes masks empties this."""
         self._start(generation)
@@ -202,9 +202,7 @@ class Scheduler:
             or self.in_flight.holds_blocks
         ):
             return min(WINDOW, self.limits.run_ahead)
-        if self.steps_ahead is not None:
-            return min(self.steps_ahead, self.limits.run_ahead)
-        return self.limits.run_ahead
+        return min(self.steps_ahead, self.limits.run_ahead)
 
     def _make_room(self) -> bool:
         """Sees to a block for every decode row that begins one; False: answers must come first.
