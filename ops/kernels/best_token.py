@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_runtime.ops.kernels.host_math import ceil_div
 from tp_runtime.ops.kernels.overlap import after_previous, overlaps
 
 PIECE = 4096
@@ -85,7 +86,7 @@ def best_token(
             f"best_token takes shards that begin at a multiple of {_WORDS}, not {start}, with last "
             "stride 1."
         )
-    pieces = triton.cdiv(columns, PIECE)
+    pieces = ceil_div(columns, PIECE)
     overlap = overlaps(logits)
     out = torch.empty((rows, pieces), dtype=torch.int64, device=logits.device)
     _best_kernel[(rows, pieces)](

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_runtime.ops.kernels.host_math import ceil_div, power_of_2
 from tp_runtime.ops.kernels.overlap import after_previous, overlaps
 
 PLAN_WORDS = 8
@@ -129,14 +130,14 @@ def plan_decode(
     if rows == 0:
         return plan.zero_()
     overlap = overlaps(context_lens)
-    block = _FEW_ROWS if rows <= _FEW_ROWS else max(_MANY_ROWS, triton.next_power_of_2(rows))
-    _plan_kernel[(triton.cdiv(teams, _TEAMS),)](
+    block = _FEW_ROWS if rows <= _FEW_ROWS else max(_MANY_ROWS, power_of_2(rows))
+    _plan_kernel[(ceil_div(teams, _TEAMS),)](
         context_lens,
         plan,
         rows,
         teams,
         config.least,
-        triton.cdiv(_LONGER_TOKENS, config.tile),
+        ceil_div(_LONGER_TOKENS, config.tile),
         WINDOW=window or 0,
         BLOCK_N=config.tile,
         BLOCK_R=block,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_runtime.ops.kernels.host_math import ceil_div, power_of_2
 from tp_runtime.ops.kernels.overlap import after_previous, overlaps
 
 _ROWS = 64
@@ -93,7 +94,7 @@ def begin_decode(
     """See `tp_runtime.ops.decode_step.begin_decode_reference`."""
     rows = ids.shape[0]
     overlap = overlaps(ids)
-    _begin_kernel[(triton.cdiv(rows, _ROWS),)](
+    _begin_kernel[(ceil_div(rows, _ROWS),)](
         num_rows,
         last_id,
         position,
@@ -125,7 +126,7 @@ def end_decode(best: Tensor, num_rows: Tensor, last_id: Tensor, ids: Tensor) -> 
         best.stride(0),
         best.stride(1),
         pieces,
-        PIECES=triton.next_power_of_2(pieces),
+        PIECES=power_of_2(pieces),
         OVERLAP=overlap,
         launch_pdl=overlap,
         num_warps=1,

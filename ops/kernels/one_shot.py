@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_runtime.ops.kernels.host_math import power_of_2
 from tp_runtime.ops.kernels.inboxes import (
     Inboxes,
     inbox_of,
@@ -261,8 +262,8 @@ def one_shot_all_reduce(
         ADD=residual is not None,
         NORM=norm is not None,
         DTYPE=DTYPES[x.dtype],
-        SOURCES=triton.next_power_of_2(inboxes.ranks),
-        BLOCK=triton.next_power_of_2(words),
+        SOURCES=power_of_2(inboxes.ranks),
+        BLOCK=power_of_2(words),
         OVERLAP=overlap,
         launch_pdl=overlap,
         num_warps=warps_of(words * inboxes.ranks),
@@ -295,8 +296,8 @@ def one_shot_all_gather(x: Tensor, inboxes: Inboxes) -> Tensor:
         RANK=inboxes.rank,
         RANKS=inboxes.ranks,
         WORDS=inboxes.words,
-        SOURCES=triton.next_power_of_2(inboxes.ranks),
-        BLOCK=triton.next_power_of_2(words),
+        SOURCES=power_of_2(inboxes.ranks),
+        BLOCK=power_of_2(words),
         OVERLAP=overlap,
         launch_pdl=overlap,
         num_warps=warps_of(words * inboxes.ranks),

@@ -28,6 +28,7 @@ from tp_runtime.ops.kernels.decode_plan import (
     team_of,
     tiles_of,
 )
+from tp_runtime.ops.kernels.host_math import power_of_2
 from tp_runtime.ops.kernels.join_shares import join_shares
 from tp_runtime.ops.kernels.overlap import after_previous, overlaps
 from tp_runtime.ops.kernels.tiles import kv_tile, precision_of
@@ -266,7 +267,7 @@ def paged_decode(
     parts = torch.empty((programs, 2, group, size), dtype=torch.float32, device=q.device)
     lse = torch.empty((programs, 2, group), dtype=torch.float32, device=q.device)
     block_d = kv_tile(size, q.dtype)[1]
-    join_g = triton.next_power_of_2(group)
+    join_g = power_of_2(group)
     joined = min(16, _JOINED_NUMBERS * 32 * config.warps // (join_g * block_d))
     if rows:
         _paged_decode_kernel[(programs,)](

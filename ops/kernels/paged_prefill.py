@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_runtime.ops.kernels.host_math import ceil_div, power_of_2
 from tp_runtime.ops.kernels.tiles import kv_tile, precision_of
 
 _QUERY_TILE = 64
@@ -126,8 +127,8 @@ def paged_prefill(
     if tokens == 0 or sequences == 0:
         return out
     block_n, block_d = kv_tile(size, q.dtype)
-    block_m = min(_QUERY_TILE, max(16, triton.next_power_of_2(max_seqlen_q)))
-    _paged_prefill_kernel[(triton.cdiv(max_seqlen_q, block_m), sequences, heads)](
+    block_m = min(_QUERY_TILE, max(16, power_of_2(max_seqlen_q)))
+    _paged_prefill_kernel[(ceil_div(max_seqlen_q, block_m), sequences, heads)](
         q,
         k,
         v,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_runtime.ops.kernels.host_math import ceil_div, power_of_2
 from tp_runtime.ops.kernels.overlap import after_previous, overlaps
 
 _ELEMENTS_PER_PROGRAM = 1024
@@ -88,10 +89,10 @@ def _launch(
             f"rms_norm takes 2 or 3 dimensions with last stride 1, not shape {list(x.shape)} "
             f"with strides {list(x.stride())}."
         )
-    block = triton.next_power_of_2(size)
+    block = power_of_2(size)
     overlap = overlaps(x)
     per_program = max(1, _ELEMENTS_PER_PROGRAM // block)
-    _rms_norm_kernel[(triton.cdiv(rows, per_program),)](
+    _rms_norm_kernel[(ceil_div(rows, per_program),)](
         x,
         residual,
         weight,

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_runtime.ops.kernels.host_math import power_of_2
+
 
 @triton.jit
 def _rotate_head(x_ptr, y_ptr, table_ptr, HALF: tl.constexpr, HEAD: tl.constexpr, B: tl.constexpr):
@@ -96,7 +98,7 @@ def rotate(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Te
         K_HEADS=k_heads,
         HALF=half,
         HEAD=size,
-        BLOCK=triton.next_power_of_2(half),
+        BLOCK=power_of_2(half),
         num_warps=1,
         enable_fp_fusion=False,  # products are rounded before they are added
     )

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_runtime.ops.kernels.host_math import ceil_div, power_of_2
 from tp_runtime.ops.kernels.overlap import after_previous, overlaps
 
 _FEW_TOKENS = 16
@@ -170,8 +171,8 @@ def rotate_and_store(
     half = cos_sin.shape[1] // 2
     overlap = overlaps(q)
     q_norm, k_norm, eps = norms if norms is not None else (cos_sin, cos_sin, 0.0)
-    heads = 1 if tokens <= _FEW_TOKENS else min(_HEADS, triton.next_power_of_2(kv_heads))
-    programs = triton.cdiv(q_heads, heads) + triton.cdiv(kv_heads, heads)
+    heads = 1 if tokens <= _FEW_TOKENS else min(_HEADS, power_of_2(kv_heads))
+    programs = ceil_div(q_heads, heads) + ceil_div(kv_heads, heads)
     _rotate_and_store_kernel[(tokens, programs)](
         q,
         k,
@@ -196,9 +197,9 @@ def rotate_and_store(
         HALF=half,
         HEAD=size,
         HEADS=heads,
-        BLOCK=triton.next_power_of_2(half),
-        REST=triton.next_power_of_2(max(1, size - 2 * half)),
-        WHOLE=triton.next_power_of_2(size),
+        BLOCK=power_of_2(half),
+        REST=power_of_2(max(1, size - 2 * half)),
+        WHOLE=power_of_2(size),
         OVERLAP=overlap,
         launch_pdl=overlap,
         num_warps=1 if heads < 4 else heads // 2,

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_runtime.ops.kernels.host_math import ceil_div, power_of_2
 from tp_runtime.ops.kernels.overlap import after_previous, overlaps
 
 
@@ -119,7 +120,7 @@ def _row_linear_kernel(
 def default_config(outputs: int, inputs: int, normed: bool, silu: bool) -> RowConfig:
     """Within 3 % of the best of 48 configurations on an H200 for the projections of Qwen3 0.6B and
     8B, whole and halved."""
-    whole = triton.next_power_of_2(inputs)
+    whole = power_of_2(inputs)
     if silu:
         return RowConfig(4, min(whole, 1024), 4)
     if outputs >= 32768:
@@ -158,7 +159,7 @@ def row_linear(
     summed = x if residual is None else torch.empty_like(x)
     chosen = config or default_config(outputs, inputs, norm is not None, silu)
     overlap = overlaps(x)
-    _row_linear_kernel[(triton.cdiv(outputs, chosen.rows),)](
+    _row_linear_kernel[(ceil_div(outputs, chosen.rows),)](
         x,
         residual if residual is not None else x,
         norm if norm is not None else x,
@@ -170,7 +171,7 @@ def row_linear(
         weight.stride(0),
         eps,
         K=inputs,
-        K_BLOCK=triton.next_power_of_2(inputs),
+        K_BLOCK=power_of_2(inputs),
         ADD=residual is not None,
         NORM=norm is not None,
         SILU=silu,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_runtime.ops.kernels.host_math import ceil_div, power_of_2
 from tp_runtime.ops.kernels.overlap import after_previous, overlaps
 
 _BLOCK = 1024
@@ -43,8 +44,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
     y = torch.empty((tokens, size), dtype=x.dtype, device=x.device)
     if y.numel():
         overlap = overlaps(x)
-        block = min(_BLOCK, triton.next_power_of_2(size))
-        _silu_and_mul_kernel[(tokens, triton.cdiv(size, block))](
+        block = min(_BLOCK, power_of_2(size))
+        _silu_and_mul_kernel[(tokens, ceil_div(size, block))](
             x, y, x.stride(0), SIZE=size, BLOCK=block, OVERLAP=overlap, launch_pdl=overlap
         )
     return y

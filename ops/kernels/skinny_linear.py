@@ -26,6 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_runtime.ops.kernels.host_math import ceil_div, power_of_2
+
 MAX_ROWS = 128
 _MIN_ROWS = 16
 """The shortest right operand that `wgmma` is used for; below, another instruction would be, and a
@@ -169,8 +171,8 @@ def default_config(outputs: int, inputs: int, silu: bool) -> SkinnyConfig:
     8B, whole and halved, at 2 to 32 rows: about as many programs as there are processors. The same
     for every number of rows, so that a row's bits do not depend on it."""
     tile = 32 if not silu and outputs * inputs < _SMALL_WEIGHT else 64
-    tiles = triton.cdiv(outputs * (2 if silu else 1), tile)
-    splits = 1 if tiles > 90 else max(1, min(triton.cdiv(128, tiles), 8, inputs // 512))
+    tiles = ceil_div(outputs * (2 if silu else 1), tile)
+    splits = 1 if tiles > 90 else max(1, min(ceil_div(128, tiles), 8, inputs // 512))
     return SkinnyConfig(tile, 128, splits, stages=4, warps=4)
 
 
@@ -205,11 +207,11 @@ def skinny_linear(
         return y
     chosen = config or default_config(outputs, inputs, silu)
     tile = chosen.tile
-    tiles = triton.cdiv(weight.shape[0], tile)
-    splits = min(chosen.splits, triton.cdiv(inputs, chosen.columns))
+    tiles = ceil_div(weight.shape[0], tile)
+    splits = min(chosen.splits, ceil_div(inputs, chosen.columns))
     if splits > 1 and tiles > _ARRIVALS:
         raise ValueError(f"skinny_linear splits at most {_ARRIVALS} tiles, not {tiles}.")
-    padded = max(_MIN_ROWS, triton.next_power_of_2(rows))
+    padded = max(_MIN_ROWS, power_of_2(rows))
     even = inputs % chosen.columns == 0
     partial, arrived = y, y
     if splits > 1:

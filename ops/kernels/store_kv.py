@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_runtime.ops.kernels.host_math import power_of_2
+
 
 @triton.jit
 def _store_kv_kernel(
@@ -65,5 +67,5 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         v.stride(1),
         ROW=heads * size,
         HEAD=size,
-        BLOCK=triton.next_power_of_2(heads * size),
+        BLOCK=power_of_2(heads * size),
     )

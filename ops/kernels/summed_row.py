@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tp_runtime.ops.kernels.host_math import power_of_2
+
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -23,7 +25,7 @@ def words_of(size: int, dtype: torch.dtype) -> int:
 
 def warps_of(words: int) -> int:
     """Sixteen words a thread are enough for a load and few enough for the registers."""
-    return max(1, min(16, triton.next_power_of_2(words) // 512))
+    return max(1, min(16, power_of_2(words) // 512))
 
 
 @triton.jit

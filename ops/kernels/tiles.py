@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-import triton
+
+from tp_runtime.ops.kernels.host_math import power_of_2
 
 _TILE_BYTES = 16384
 """One tile of keys; with values, two stages and the queries it fits 100 KB of shared memory."""
@@ -11,7 +12,7 @@ _TILE_BYTES = 16384
 
 def kv_tile(head_size: int, dtype: torch.dtype) -> tuple[int, int]:
     """(tokens, lanes) of one tile of keys; lanes is head_size rounded up to a power of two."""
-    lanes = max(16, triton.next_power_of_2(head_size))
+    lanes = max(16, power_of_2(head_size))
     return min(64, max(16, _TILE_BYTES // (lanes * dtype.itemsize))), lanes
 
 

@@ -36,6 +36,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_runtime.ops.kernels.host_math import ceil_div, power_of_2
 from tp_runtime.ops.kernels.inboxes import (
     Inboxes,
     inbox_of,
@@ -58,12 +59,12 @@ _REGISTERS_OF_PROCESSOR = 65536
 
 def _groups(ranks: int, rows: int) -> int:
     """Rows of one owner."""
-    return triton.cdiv(rows, ranks)
+    return ceil_div(rows, ranks)
 
 
 def _place(words: int) -> int:
     """Of 64 bits: a row and its flag."""
-    return _LINE * triton.cdiv(words // 2 + 2, _LINE)
+    return _LINE * ceil_div(words // 2 + 2, _LINE)
 
 
 def two_shot_inbox_size(ranks: int, rows: int, words: int) -> int:
@@ -232,7 +233,7 @@ def two_shot_all_reduce(
         ADD=residual is not None,
         NORM=norm is not None,
         DTYPE=DTYPES[x.dtype],
-        BLOCK=triton.next_power_of_2(words),
+        BLOCK=power_of_2(words),
         OVERLAP=overlap,
         launch_pdl=overlap,
         num_warps=_warps(words),
