@@ -66,7 +66,7 @@ class TunedProduct:
         """x [rows, inputs] with any row stride, weight [outputs, inputs] -> [rows, outputs], in
         `out` where that is given; summed in float32. None, and nothing done, where torch's choice
         is as good or the tensors do not suit. Raises CublasLtError."""
-        if x.dim() != 2 or self.algorithm(x.shape[0]) is None:
+        if x.dim() != 2 or not x.shape[0] or self.algorithm(x.shape[0]) is None:
             return None
         if not (_suits(x) and _suits(weight) and weight.is_contiguous()):
             return None

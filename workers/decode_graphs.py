@@ -122,7 +122,6 @@ class DecodeGraphs:
             decode=DecodeMetadata(
                 context_lens=step.context_lens,
                 block_tables=state.block_tables[:n],
-                max_context_len=state.max_blocks * state.block_size,
             ),
         )
         hidden = self._model(step.ids, step.positions, self._kv, meta)

@@ -7,7 +7,8 @@ is rounding: products of other sizes, keys read from other places.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -39,22 +40,36 @@ def record_prefills(
     group: TPGroup,
     rooms: Sequence[Room],
 ) -> tuple[PrefillGraphs | None, str]:
-    """Collective. Graphs that were recorded and checked, the smallest and the largest of them; or
-    None, on every rank, with what is wrong on this one."""
-    graphs, wrong = PrefillGraphs(model, kv, state, rooms), ""
+    """Collective. Graphs of which the smallest and the largest were checked; or None, on every
+    rank, with what is wrong on this one.
+
+    The ranks vote after each graph, so that one which cannot record stops all. Where it fails in
+    the middle of a step the others wait for its part of a sum, as they would in service."""
+    graphs = PrefillGraphs(model, kv, state, rooms)
+    asked = (graphs.rooms[0], graphs.rooms[-1])
+    steps: list[Callable[[], bool]] = [
+        partial(_recorded, graphs, room) for room in reversed(graphs.rooms)
+    ]
+    steps += [partial(replay_agrees, graphs, room, model, kv, state) for room in asked]
+    for step in steps:
+        wrong = _fault_of(step)
+        ballot = torch.full((1,), int(not wrong), device=state.device)
+        if int(group.comm.all_reduce(ballot)) != group.size:
+            graphs.release()
+            return None, wrong or "another rank found a fault"
+    return graphs, ""
+
+
+def _recorded(graphs: PrefillGraphs, room: Room) -> bool:
+    graphs.record_room(room)
+    return True
+
+
+def _fault_of(step: Callable[[], bool]) -> str:
     try:
-        graphs.record()
-        asked = (graphs.rooms[0], graphs.rooms[-1])
-        agree = [replay_agrees(graphs, room, model, kv, state) for room in asked]
-        if not all(agree):
-            wrong = "a recorded step differs from the same step run eagerly"
+        return "" if step() else "a recorded step differs from the same step run eagerly"
     except Exception as error:  # of torch, of a package, of the driver: the eager way is there
-        wrong = f"{type(error).__name__}: {error}"
-    ballot = torch.full((1,), int(not wrong), device=state.device)
-    if int(group.comm.all_reduce(ballot)) == group.size:
-        return graphs, ""
-    graphs.release()
-    return None, wrong or "another rank found a fault"
+        return f"{type(error).__name__}: {error}"
 
 
 @torch.inference_mode()
@@ -101,7 +116,6 @@ def _compare(
     decode = DecodeMetadata(
         context_lens=(position[:rows] + 1).to(torch.int32),
         block_tables=state.block_tables[:rows],
-        max_context_len=state.max_blocks * state.block_size,
     )
     eager = AttentionMetadata(
         slot_mapping=slots,

@@ -33,8 +33,8 @@ from tp_runtime.workers.host_copy import to_device
 from tp_runtime.workers.models.decoder import CausalLM
 from tp_runtime.workers.recorded import Recorded
 
-DECODE_ROWS = (0, 32, 64, 128, 256)
-PROMPT_TOKENS = (128, 256, 512, 1024)
+ROOM_ROWS = (0, 32, 64, 128, 256)
+ROOM_TOKENS = (128, 256, 512, 1024)
 
 
 class Room(NamedTuple):
@@ -50,9 +50,9 @@ class Room(NamedTuple):
 
 def rooms_for(max_rows: int, max_tokens: int) -> tuple[Room, ...]:
     """Worth a graph where batches have up to `max_rows` rows and steps `max_tokens` tokens."""
-    below = [rows for rows in DECODE_ROWS if rows < max_rows]
-    decode = [*below, max_rows] if max_rows <= DECODE_ROWS[-1] else DECODE_ROWS
-    prompt = [tokens for tokens in PROMPT_TOKENS if tokens <= max_tokens]
+    below = [rows for rows in ROOM_ROWS if rows < max_rows]
+    decode = [*below, max_rows] if max_rows <= ROOM_ROWS[-1] else ROOM_ROWS
+    prompt = [tokens for tokens in ROOM_TOKENS if tokens <= max_tokens]
     return tuple(Room(rows, tokens) for rows in decode for tokens in prompt)
 
 
@@ -82,36 +82,41 @@ class PrefillGraphs:
         self.rooms = sorted(rooms, key=lambda room: (room.tokens, room.decode))
         self._model, self._kv, self._state = model, kv, state
         self._recorded: dict[Room, Recorded] = {}
+        on_gpu = state.device.type == "cuda"
+        self._pool = torch.cuda.graph_pool_handle() if on_gpu else None
         rows = max(room.decode for room in rooms)
         chunks = max(self._chunks(room) for room in rooms)
         tokens = max(room.tokens for room in rooms)
         device, blocks = state.device, state.max_blocks
 
-        def ids(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self._buffers = _Buffers(
-            ids=ids(tokens, dtype=torch.int64),
-            positions=ids(tokens, dtype=torch.int64),
-            slots=ids(tokens, dtype=torch.int64),
+            ids=zeros(tokens, dtype=torch.int64),
+            positions=zeros(tokens, dtype=torch.int64),
+            slots=zeros(tokens, dtype=torch.int64),
             hidden=torch.zeros(
                 (tokens, model.config.hidden_size), dtype=model.place.dtype, device=device
             ),
-            decode_contexts=ids(rows),
-            decode_tables=ids(rows, blocks),
-            starts=ids(chunks + 1),
-            chunk_contexts=ids(chunks),
-            chunk_tables=ids(chunks, blocks),
+            decode_contexts=zeros(rows),
+            decode_tables=zeros(rows, blocks),
+            starts=zeros(chunks + 1),
+            chunk_contexts=zeros(chunks),
+            chunk_tables=zeros(chunks, blocks),
         )
 
-    @torch.inference_mode()
     def record(self) -> None:
         """Collective. Largest first, so that the smaller graphs reuse its memory."""
-        device = self._state.device
-        pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self._buffers.slots.fill_(-1)
         for room in reversed(self.rooms):
-            self._recorded[room] = Recorded(partial(self._step, room), device, pool)
+            self.record_room(room)
+
+    @torch.inference_mode()
+    def record_room(self, room: Room) -> None:
+        """Collective."""
+        self._buffers.slots.fill_(-1)
+        step = partial(self._step, room)
+        self._recorded[room] = Recorded(step, self._state.device, self._pool)
 
     def fitting(self, decode_rows: int, prompt_tokens: int, chunks: int) -> Room | None:
         """The smallest that such a step fits into."""
@@ -181,7 +186,6 @@ class PrefillGraphs:
         decode = DecodeMetadata(
             context_lens=buffers.decode_contexts[: room.decode],
             block_tables=buffers.decode_tables[: room.decode],
-            max_context_len=longest,
         )
         meta = AttentionMetadata(
             slot_mapping=buffers.slots[: room.tokens],

@@ -222,8 +222,6 @@ class Runner:
         return DecodeMetadata(
             context_lens=(positions + 1).to(torch.int32),
             block_tables=self.state.block_tables[rows, : self._blocks_of(longest)],
-            # As in recorded steps, so that the same kernels with the same shares do both.
-            max_context_len=self.state.max_blocks * self.state.block_size,
         )
 
     def _prefill_metadata(self, chunks: list[Chunk]) -> PrefillMetadata | None:

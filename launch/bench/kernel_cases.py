@@ -224,7 +224,8 @@ class Cases:
                 k, v = self._random(*shape), self._random(*shape)
                 table = torch.arange(rows * blocks, dtype=torch.int32, device=self._device)
                 lengths = torch.full((rows,), context, dtype=torch.int32, device=self._device)
-                meta = DecodeMetadata(lengths, table.view(rows, blocks), context)
+                meta = DecodeMetadata(lengths, table.view(rows, blocks))
+                backend.prepare_decode(meta, LayerKV(k, v), [None])  # once a step, not counted
                 return lambda: backend.decode(q, k, v, meta, dim**-0.5, None), None
 
             yield Case(f"attention, {name}", moved * self._size, make)

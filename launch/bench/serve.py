@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import click
@@ -31,8 +31,9 @@ _QUEUE_BOUNDS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 5000)
 
 class Load(NamedTuple):
     """`rate`: arrivals per second (Poisson); 0: `clients` that each send the next request when the
-    last has ended. `stagger`: each of them sends one before, of a part of the length, that is not
-    measured. `background`: rows that decode all the time, before and beside."""
+    last has ended. `stagger`: each of them sends one before, of a part of the length, and goes on
+    until the others are done; neither is measured. `background`: rows that decode all the time,
+    before and beside."""
 
     requests: int
     rate: float
@@ -85,6 +86,8 @@ def serve_command(
     **options: Any,
 ) -> int:
     """Time to the first token, between tokens, and in the queue, over the socket."""
+    if options["rate"] and options["stagger"]:
+        raise ConfigError("--stagger is for the clients of a closed loop; leave --rate out.")
     names = ("num_requests", "rate", "clients", "stagger", "background", "input_len", "output_len")
     load = {name: options.pop(name) for name in names}
     null = null_step_ms if null_workers else None
@@ -197,14 +200,33 @@ async def _closed_loop(client: AsyncClient, load: Load) -> list[Served]:
     # Evenly spread, in an order of its own: clients that begin together do not end one by one.
     parts = random.Random(load.seed).sample(range(1, load.clients + 1), load.clients)
 
-    async def one_client(part: int) -> list[Served]:
+    served: list[Served] = []
+
+    async def one_client(part: int) -> None:
         if load.stagger:
             length = max(1, load.output_len * part // load.clients)
             await _request(client, load._replace(output_len=length), -part)
-        return [await _request(client, load, number) for number in numbers]
+        for number in numbers:
+            served.append(await _request(client, load, number))
+        while load.stagger and len(served) < load.requests:
+            await _request(client, load, -part)
 
-    found = await asyncio.gather(*(one_client(part) for part in parts))
-    return [served for each in found for served in each]
+    await _until(lambda: len(served) == load.requests, [one_client(part) for part in parts])
+    return served
+
+
+async def _until(done: Callable[[], bool], clients: list[Coroutine[Any, Any, None]]) -> None:
+    """Runs the clients until all have ended, or, once `done`, ends them. Raises what one raises."""
+    tasks = {asyncio.ensure_future(each) for each in clients}
+    try:
+        while tasks and not done():
+            ended, tasks = await asyncio.wait(tasks, timeout=_LOOK_S)
+            for task in ended:
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _open_loop(client: AsyncClient, load: Load) -> list[Served]:
@@ -251,6 +273,7 @@ def summary(served: list[Served]) -> dict[str, Any]:
     }
     found["queue_ms"]["max"] = 1000 * max(parts["queue_ms"], default=0.0)
     found["requests"] = len(served)
+    # With --stagger others run beside these, whose tokens are not here: a lower bound then.
     ended = max(each.started + each.total for each in served)
     seconds = ended - min(each.started for each in served)
     found["tok_s"] = sum(each.tokens for each in served) / seconds

@@ -41,12 +41,10 @@ class DecodeMetadata:
     context_lens: [B] int32, tokens including the new one; 0 marks a padding row, whose output is
         zero and which reads no cache.
     block_tables: [B, max_blocks] int32; entries past a sequence's blocks may hold anything.
-    max_context_len: an upper bound of context_lens.
     plans: by sliding window, what a back-end's `prepare_decode` worked out."""
 
     context_lens: Tensor
     block_tables: Tensor
-    max_context_len: int
     plans: dict[int | None, Tensor] = field(default_factory=dict)
 
 

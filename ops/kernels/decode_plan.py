@@ -27,7 +27,9 @@ _LONGER_TOKENS = 480
 """By so much a part may be longer that nobody shares a sequence: a program alone on its processor
 is faster, and joining shares takes 6 us. Measured on an H200."""
 _TEAMS = 16
-"""Of one program."""
+"""Of one program, at most."""
+_PAIRS = 8192
+"""Of teams and rows that a program compares at once: 64 registers of 128 threads."""
 _FEW_ROWS, _MANY_ROWS = 16, 512
 """One kernel for up to so many rows."""
 
@@ -131,7 +133,8 @@ def plan_decode(
         return plan.zero_()
     overlap = overlaps(context_lens)
     block = _FEW_ROWS if rows <= _FEW_ROWS else max(_MANY_ROWS, power_of_2(rows))
-    _plan_kernel[(ceil_div(teams, _TEAMS),)](
+    together = max(1, min(_TEAMS, _PAIRS // block))
+    _plan_kernel[(ceil_div(teams, together),)](
         context_lens,
         plan,
         rows,
@@ -141,7 +144,7 @@ def plan_decode(
         WINDOW=window or 0,
         BLOCK_N=config.tile,
         BLOCK_R=block,
-        BLOCK_T=_TEAMS,
+        BLOCK_T=together,
         WORDS=PLAN_WORDS,
         OVERLAP=overlap,
         launch_pdl=overlap,

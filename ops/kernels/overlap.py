@@ -1,9 +1,11 @@
 """Programmatic dependent launch: a kernel is put in place while the one before it still runs.
 
-A kernel launched this way may at once read what no kernel writes (weights), and calls
-`after_previous` ahead of everything else: that returns when the kernel before has ended and its
-writes are seen. Every such kernel must call it before its first write, too, or it would overwrite
-what an earlier one still reads. The call does nothing in a kernel that is launched as usual.
+A kernel launched this way may at once read what the kernel in front does not write: weights, and
+what a kernel before that one wrote (which had ended when the one in front let this one come). It
+calls `after_previous` ahead of everything else: that returns when the kernel before has ended and
+its writes are seen. Every such kernel must call it before its first write, too, or it would
+overwrite what an earlier one still reads. The call does nothing in a kernel that is launched as
+usual.
 
 It also lets the next kernel come, no earlier: programs that come while the kernel before the one
 before still runs are spread unevenly over the processors, and attention was 4 to 12 us slower for

@@ -150,7 +150,9 @@ def _draw_by_kernel(
 
     # The temperature is in `scaled` already; what is left of it is whether there is noise.
     noisy = (temperature != 0).float()
-    best = best_token(scaled.contiguous(), 0, noisy, seed, position).amax(1)
+    # Divided by a tiny temperature a logit may be infinite; `best_token` takes that for a fault.
+    finite = scaled.clamp(max=torch.finfo(scaled.dtype).max).contiguous()
+    best = best_token(finite, 0, noisy, seed, position).amax(1)
     return torch.where(usable_rows(logits), unpack_id(best), INVALID_ID)
 
 

@@ -14,7 +14,7 @@ def after(step_ms: float, turns: int = 40, together: int = 1) -> StepPace:
     """Answers that came so many at a time."""
     pace = StepPace()
     for turn in range(turns):
-        pace.answered(together, True, int(turn * together * step_ms * MS))
+        pace.answered(together, True, True, int(turn * together * step_ms * MS))
     return pace
 
 
@@ -31,7 +31,7 @@ def test_short_steps_need_many_ahead_and_long_ones_few(
 def test_nothing_is_known_at_first_and_after_a_restart() -> None:
     pace = StepPace()
     assert pace.steps_ahead(2, 8) == 8
-    pace.answered(1, True, 5 * MS)
+    pace.answered(1, True, True, 5 * MS)
     assert pace.steps_ahead(2, 8) == 8
     pace = after(20.0)
     pace.forget()
@@ -49,9 +49,9 @@ def test_steps_with_prompts_and_the_pauses_before_them_do_not_count() -> None:
     last = 40 * MS
     for _ in range(20):
         last += 400 * MS
-        pace.answered(1, False, last)
+        pace.answered(1, False, True, last)
     assert pace.steps_ahead(2, 8) == 8
-    pace.answered(1, True, last + 1 * MS)
+    pace.answered(1, True, True, last + 1 * MS)
     assert pace.steps_ahead(2, 8) == 8
 
 
@@ -59,8 +59,42 @@ def test_a_new_pace_is_learnt_within_a_few_steps() -> None:
     pace, last = after(1.0), 40 * MS
     for _ in range(20):
         last += 50 * MS
-        pace.answered(1, True, last)
+        pace.answered(1, True, True, last)
     assert pace.steps_ahead(2, 8) == 2
+
+
+def test_nothing_answered_is_no_measurement() -> None:
+    pace = after(20.0)
+    pace.answered(0, True, True, 1_000_000 * MS)
+    pace.answered(1, True, True, 40 * 20 * MS)
+    assert pace.steps_ahead(2, 8) == 2
+
+
+@pytest.mark.parametrize(("step_ms", "turn_ms"), [(2.5, 20), (1.0, 20), (1.0, 6), (4.0, 18)])
+def test_a_coordinator_that_comes_late_is_not_taken_for_long_steps(
+    step_ms: float, turn_ms: float
+) -> None:
+    """It reads and publishes only so often; as many steps are done as with eight always ahead."""
+
+    def steps_done(most: int, pace: StepPace | None) -> int:
+        ahead, under_way, free_at, done = most, 0, 0.0, 0
+        finishes: list[float] = []
+        for turn in range(1, 200):
+            now = turn * turn_ms
+            ready = [finish for finish in finishes if finish <= now]
+            finishes = finishes[len(ready) :]
+            under_way -= len(ready)
+            done += len(ready)
+            if pace is not None and ready:
+                pace.answered(len(ready), True, under_way > 0, int(now * MS))
+                ahead = pace.steps_ahead(2, most)
+            while under_way < ahead:
+                free_at = max(free_at, now) + step_ms
+                finishes.append(free_at)
+                under_way += 1
+        return done
+
+    assert steps_done(8, StepPace()) >= 0.95 * steps_done(8, None)
 
 
 def test_the_scheduler_publishes_no_more_than_that_and_never_more_than_it_may() -> None:

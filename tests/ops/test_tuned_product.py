@@ -66,6 +66,7 @@ def test_rows_may_be_part_of_wider_ones() -> None:
     ("x", "weight"),
     [
         (aligned(49, 32), aligned(16, 32)),
+        (aligned(48, 32)[:0], aligned(16, 32)),
         (aligned(2, 24, 32), aligned(16, 32)),
         (aligned(48, 32)[1:], aligned(16, 32)),
         (aligned(32, 48).t(), aligned(16, 32)),
@@ -74,7 +75,10 @@ def test_rows_may_be_part_of_wider_ones() -> None:
         (aligned(48, 32), aligned(17, 32)[1:]),
         (aligned(48, 32, dtype=torch.float32), aligned(16, 32, dtype=torch.float32)),
     ],
-    ids="rows dimensions address transposed repeated weight-stride weight-address float32".split(),
+    ids=[
+        *("rows", "none", "dimensions", "address", "transposed", "repeated"),
+        *("weight-stride", "weight-address", "float32"),
+    ],
 )
 def test_tensors_that_do_not_suit_are_left_to_torch(x: Tensor, weight: Tensor) -> None:
     library = FakeLibrary({"a": 1})

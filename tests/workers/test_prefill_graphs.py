@@ -147,8 +147,8 @@ def test_rooms_end_with_the_largest_batch_and_the_largest_step() -> None:
     assert rooms_for(1, 128) == (Room(0, 128), Room(1, 128))
     assert rooms_for(64, 300)[-1] == Room(64, 256)
     many = rooms_for(1000, 8192)
-    assert {room.decode for room in many} == set(prefill_graphs.DECODE_ROWS)
-    assert {room.prompt for room in many} == set(prefill_graphs.PROMPT_TOKENS)
+    assert {room.decode for room in many} == set(prefill_graphs.ROOM_ROWS)
+    assert {room.prompt for room in many} == set(prefill_graphs.ROOM_TOKENS)
 
 
 class Forgetful(ReferenceBackend):

@@ -212,7 +212,8 @@ class Engine:
         answers, broken = _read_all(generation.answers)
         received = started = time.monotonic_ns()
         records = scheduler.in_flight.oldest_steps(len(answers))
-        self._pace.answered(len(answers), all(r.is_steady for r in records), received)
+        steady, busy = all(r.is_steady for r in records), len(scheduler.in_flight) > len(answers)
+        self._pace.answered(len(answers), steady, busy, received)
         scheduler.steps_ahead = self._pace.steps_ahead(WINDOW, self._config.run_ahead)
         try:
             for piece in scheduler.commit_all(answers):
@@ -268,6 +269,7 @@ class Engine:
             self._hand_over()
         self._times.forget()
         self._pace.forget()
+        self.scheduler.steps_ahead = self._config.run_ahead
         self.metrics.interrupted()
         self._activity.ready()
         if self._trace is not None:

@@ -23,15 +23,20 @@ class StepPace:
         self._seconds: float | None = None
         self._last: int | None = None
 
-    def answered(self, steps: int, steady: bool, received: int) -> None:
+    def answered(self, steps: int, steady: bool, busy: bool, received: int) -> None:
         """So many answers came together. `steady`: all were of pure decode steps, which follow each
-        other without a pause."""
-        last, self._last = self._last, received
-        if not steady or last is None or steps < 1:
+        other without a pause. `busy`: others are under way still. Where none are, the workers had
+        nothing to do for a while, and what was measured is the coordinator: more must be ahead."""
+        if steps < 1:
             return
-        seconds = (received - last) / 1e9 / steps
-        known = self._seconds
-        self._seconds = seconds if known is None else known + _WEIGHT * (seconds - known)
+        last, self._last = self._last, received
+        if not steady or last is None:
+            return
+        known, seconds = self._seconds, (received - last) / 1e9 / steps
+        if not busy:
+            self._seconds = None if known is None else known / 2
+        else:
+            self._seconds = seconds if known is None else known + _WEIGHT * (seconds - known)
 
     def forget(self) -> None:
         """The workers were replaced."""

@@ -77,11 +77,10 @@ class Case:
             max(self.contexts),
         )
 
-    def decode_metadata(self, max_context_len: int | None = None) -> DecodeMetadata:
+    def decode_metadata(self) -> DecodeMetadata:
         return DecodeMetadata(
             torch.tensor(self.contexts, dtype=torch.int32, device=self.q.device),
             self.block_tables,
-            max_context_len or max(self.contexts),
         )
 
     def new_keys(self) -> tuple[Tensor, Tensor]:
@@ -101,9 +100,8 @@ class Case:
         backend: AttentionBackend,
         *,
         window: int | None = None,
-        max_context_len: int | None = None,
     ) -> Tensor:
-        meta = self.decode_metadata(max_context_len)
+        meta = self.decode_metadata()
         return backend.decode(self.q, self.k_cache, self.v_cache, meta, self.scale, window)
 
     def expected(self, window: int | None = None) -> Tensor:

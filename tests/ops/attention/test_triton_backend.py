@@ -64,7 +64,7 @@ def test_prefill_passes_over_sequences_without_new_tokens() -> None:
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1), (2, 2), (20, 1)])
 def test_decode_of_any_group_size(heads: tuple[int, int]) -> None:
     case = _case([33, 0, 70], [1] * 3, heads=heads)
-    case.check(case.run_decode(BACKEND, max_context_len=4096))
+    case.check(case.run_decode(BACKEND))
 
 
 NEEDS_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has no bfloat16 dot")
@@ -100,7 +100,7 @@ def test_one_backend_decodes_batch_after_batch_with_its_counters_zero_in_between
     backend = TritonBackend()
     for contexts in ([300, 0, 70], [3], [64, 700]):
         case = _case(contexts, [1] * len(contexts))
-        case.check(case.run_decode(backend, max_context_len=4096))
+        case.check(case.run_decode(backend))
         assert not any(each.any() for each in backend._counters)
     assert len(backend._counters) == 1
 

@@ -67,6 +67,7 @@ def test_a_draw_after_truncation_uses_it_and_draws_the_same(
     b.top_k = torch.tensor([0, 5, 0, 40] * 3, device=device)
     b.top_p = torch.tensor([1.0, 1.0, 0.6, 0.9] * 3, device=device)
     b.min_p = torch.tensor([0.0, 0.0, 0.0, 0.05] * 3, device=device)
+    b.temperature[5] = 1e-39  # a top-k row whose logits become infinite
     monkeypatch.setattr(sampler, "runs_kernels", lambda x: False)
     want = sample(logits, b)
     monkeypatch.setattr(sampler, "runs_kernels", lambda x: True)

@@ -157,6 +157,36 @@ def test_a_plan_made_before_gives_the_same_bits(device: torch.device) -> None:
     assert torch.equal(_decode(case, _config(8), plan=plan), _decode(case, _config(8)))
 
 
+@pytest.mark.gpu
+def test_a_plan_is_seen_by_decode_that_comes_early(device: torch.device) -> None:
+    """Lengths, plan, another kernel, decode: in a graph, replayed with other lengths."""
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA GPU")
+    case = _case([150, 150, 150], device, heads=(2, 1))
+    meta, config = case.decode_metadata(), _config(8)
+    counters = torch.zeros(64, dtype=torch.int32, device=device)
+    given, lengths = torch.zeros_like(meta.context_lens), torch.zeros_like(meta.context_lens)
+    out, between = torch.empty_like(case.q), torch.zeros(8, device=device)
+
+    def step() -> None:
+        lengths.copy_(given)
+        plan = plan_decode(lengths, 1, None, config)
+        between.add_(1)
+        caches = (case.k_cache, case.v_cache, lengths, meta.block_tables)
+        out.copy_(paged_decode(case.q, *caches, case.scale, None, config, counters, plan))
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for contexts in ([150, 1, 17], [16, 149, 2], [48, 49, 47], [150, 150, 150]) * 20:
+        given.copy_(torch.tensor(contexts))
+        graph.replay()
+        want = _decode(case, config, contexts=given.clone())
+        assert torch.equal(out, want)
+
+
 def test_queries_may_be_a_view_of_a_packed_projection(device: torch.device) -> None:
     case = _case([33, 150], device)
     want = _decode(case, _config())
