@@ -124,7 +124,9 @@ class Worker:
         config, model_config = self.config, ModelConfig.from_folder(self.config.model)
         dtype = choose_dtype(config, model_config, device)
         max_model_len = resolve_max_model_len(config, model_config)
+        self.clock.enter("symmetric memory")
         group = self._with_symmetric_memory(group, model_config.hidden_size, dtype, device)
+        self.clock.enter("model")
         backend, reason = choose_backend(
             config.attention_backend,
             head_size=model_config.head_dim,
