@@ -3,6 +3,7 @@ it uses."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 import statistics
 import time
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from tp_runtime.async_client import AsyncClient
 from tp_runtime.errors import RequestFailedError
 from tp_runtime.launch.bench.coordinator import int_list
 from tp_runtime.launch.bench.copy_rate import measure_copy_rate
@@ -22,8 +24,9 @@ from tp_runtime.sampling_params import SamplingParams
 
 
 class Row(NamedTuple):
-    """`ms_token`: whole call / new tokens. `ms_step`: whole calls of two lengths, difference /
-    difference, so without prefill. `gb_step`: weights of a rank and KV cache read by a step."""
+    """`ms_token`: whole call / new tokens. `ms_step`: from the token in the middle to the last one,
+    by the tokens between, so without prefill. `gb_step`: weights of a rank and KV cache read by a
+    step then."""
 
     batch: int
     context: int
@@ -55,10 +58,12 @@ def latency_command(
     with open_target(model, options, **forced) as target:
         copy_rate = measure_copy_rate() if target.config.device == "cuda" else None
         with LLM(**llm_arguments(target.config)) as llm:
-            _call(
-                llm, target, max(batches), input_len, min(8, output_len)
-            )  # the first call of all is no measure
-            rows = [measure(llm, target, size, input_len, output_len, repeats) for size in batches]
+            address = llm.client.address
+            # The first call of all is no measure.
+            measure(address, target, max(batches), input_len, min(8, output_len), 1)
+            rows = [
+                measure(address, target, size, input_len, output_len, repeats) for size in batches
+            ]
     _print(target, rows, copy_rate)
     results = [{**row._asdict(), "gb_s": row.gb_s} for row in rows]
     conditions = {**target.conditions(), "copy_rate_gb_s": copy_rate and copy_rate / 1e9}
@@ -67,20 +72,22 @@ def latency_command(
 
 
 def measure(
-    llm: LLM, target: Target, batch: int, context: int, new_tokens: int, repeats: int
+    address: str, target: Target, batch: int, context: int, new_tokens: int, repeats: int
 ) -> Row:
-    """Raises RequestFailedError when tokens are missing."""
-    half = max(1, new_tokens // 2)
-    long = statistics.median(_call(llm, target, batch, context, new_tokens) for _ in range(repeats))
-    short = statistics.median(_call(llm, target, batch, context, half) for _ in range(repeats))
-    step = (long - short) / max(1, new_tokens - half)
+    """Of the server at `address`; medians of `repeats` calls. Raises RequestFailedError when tokens
+    are missing."""
+    calls = [
+        asyncio.run(_call(address, target, batch, context, new_tokens)) for _ in range(repeats)
+    ]
+    seconds, steps = zip(*calls, strict=True)
+    late = (new_tokens // 2 + new_tokens) // 2
     return Row(
         batch,
         context,
         new_tokens,
-        1000 * long / new_tokens,
-        1000 * step,
-        step_bytes(target, batch, context + (half + new_tokens) // 2) / 1e9,
+        1000 * statistics.median(seconds) / new_tokens,
+        1000 * statistics.median(steps),
+        step_bytes(target, batch, context + late) / 1e9,
     )
 
 
@@ -94,20 +101,38 @@ def step_bytes(target: Target, batch: int, context: int) -> int:
     return memory.weights - unread + batch * context * memory.kv_per_token
 
 
-def _call(llm: LLM, target: Target, batch: int, context: int, new_tokens: int) -> float:
-    """Seconds of one call."""
+async def _call(
+    address: str, target: Target, batch: int, context: int, new_tokens: int
+) -> tuple[float, float]:
+    """Seconds of the whole call, and of one of its later steps as the first row sees them."""
     draw = random.Random(batch)
     size = target.model.vocab_size
     prompts = [[draw.randrange(size) for _ in range(context)] for _ in range(batch)]
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=new_tokens)
-    started = time.perf_counter()
-    outputs = llm.generate(
-        prompt_token_ids=prompts, sampling_params=params, detokenize=False, use_tqdm=False
-    )
-    seconds = time.perf_counter() - started
-    if any(len(output.token_ids) != new_tokens for output in outputs):
+    async with AsyncClient(address) as client:
+        started = time.perf_counter()
+        others = [
+            asyncio.ensure_future(client.generate(prompt, params, detokenize=False))
+            for prompt in prompts[1:]
+        ]
+        arrivals, tokens = [(started, 0)], 0
+        async for chunk in client.generate(prompts[0], params, stream=True, detokenize=False):
+            tokens += len(chunk.token_ids)
+            arrivals.append((time.perf_counter(), tokens))
+        numbers = [tokens] + [len((await other).token_ids) for other in others]
+        seconds = time.perf_counter() - started
+    if any(number != new_tokens for number in numbers):
         raise RequestFailedError(f"A request gave fewer than {new_tokens} tokens.")
-    return seconds
+    return seconds, _late_step(arrivals)
+
+
+def _late_step(arrivals: list[tuple[float, int]]) -> float:
+    """Seconds of a step between the middle token and the last; arrivals: (when, tokens by then)."""
+    last, total = arrivals[-1]
+    middle, before = next((at, n) for at, n in arrivals if 2 * n >= total)
+    if before == total:  # all came together
+        middle, before = arrivals[0]
+    return (last - middle) / (total - before)
 
 
 def _print(target: Target, rows: list[Row], copy_rate: float | None) -> None:

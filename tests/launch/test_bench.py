@@ -12,7 +12,7 @@ import pytest
 from tp_runtime.engine_config import EngineConfig
 from tp_runtime.errors import RequestFailedError
 from tp_runtime.launch import cli
-from tp_runtime.launch.bench import serve, throughput
+from tp_runtime.launch.bench import latency, serve, throughput
 from tp_runtime.launch.bench.null_server import NullServer
 from tp_runtime.launch.bench.reference_check import compare
 from tp_runtime.launch.bench.report import percentile
@@ -114,6 +114,13 @@ def test_latency_has_a_row_per_batch(capfd):
     assert [row["batch"] for row in record["results"]] == [1, 2]
     assert all(row["ms_token"] > 0 and row["gb_step"] > 0 for row in record["results"])
     assert record["copy_rate_gb_s"] is None  # measured on GPUs only
+
+
+def test_a_late_step_is_that_after_the_middle_token():
+    early = [(0.0, 0), (5.0, 1), (5.1, 2)]
+    assert latency._late_step([*early, (6.1, 4), (7.1, 6), (9.1, 8)]) == pytest.approx(3.0 / 4)
+    assert latency._late_step([(0.0, 0), (8.0, 4)]) == pytest.approx(2.0)
+    assert latency._late_step([(0.0, 0), (8.0, 1)]) == pytest.approx(8.0)
 
 
 def test_serve_measures_arrivals_beside_rows_that_decode(capfd):
