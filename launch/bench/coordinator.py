@@ -246,8 +246,8 @@ def _print(measured: list[Measured]) -> None:
 
 
 def int_list(text: str) -> list[int]:
-    """`1,64,256` to numbers; raises click.BadParameter."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is no list of numbers such as 1,64,256.") from None
+    """`1,64,256` to numbers, 1 or more each; raises click.BadParameter."""
+    numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if min(numbers) < 1:
+        raise click.BadParameter(f"{text!r} is no list of numbers, 1 or more, such as 1,64,256.")
+    return numbers

@@ -17,7 +17,13 @@ from tp_runtime.launch.bench.coordinator import int_list
 from tp_runtime.launch.bench.copy_rate import measure_copy_rate
 from tp_runtime.launch.bench.peers import BATCH_ONE, CONDITIONS
 from tp_runtime.launch.bench.report import print_json, print_table
-from tp_runtime.launch.bench.target import Target, llm_arguments, open_target, target_options
+from tp_runtime.launch.bench.target import (
+    POSITIVE,
+    Target,
+    llm_arguments,
+    open_target,
+    target_options,
+)
 from tp_runtime.launch.model_memory import DTYPE_BYTES, rank_memory
 from tp_runtime.llm import LLM
 from tp_runtime.sampling_params import SamplingParams
@@ -43,9 +49,11 @@ class Row(NamedTuple):
 @click.command("latency")
 @target_options
 @click.option("--batch", default="1,8,32", show_default=True, help="Batch sizes.")
-@click.option("--input-len", default=1024, show_default=True, help="Prompt tokens.")
-@click.option("--output-len", default=256, show_default=True, help="New tokens.")
-@click.option("--repeats", default=3, show_default=True, help="Calls of each; the median counts.")
+@click.option("--input-len", type=POSITIVE, default=1024, show_default=True, help="Prompt tokens.")
+@click.option("--output-len", type=POSITIVE, default=256, show_default=True, help="New tokens.")
+@click.option(
+    "--repeats", type=POSITIVE, default=3, show_default=True, help="Calls of each; medians count."
+)
 def latency_command(
     model: str | None, batch: str, input_len: int, output_len: int, repeats: int, **options: Any
 ) -> int:

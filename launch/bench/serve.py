@@ -16,7 +16,7 @@ from tp_runtime.async_client import AsyncClient
 from tp_runtime.errors import ConfigError
 from tp_runtime.launch.bench.null_server import NullServer
 from tp_runtime.launch.bench.report import percentile, print_json, print_table
-from tp_runtime.launch.bench.target import open_target, target_options
+from tp_runtime.launch.bench.target import POSITIVE, open_target, target_options
 from tp_runtime.local_server import LocalServer
 from tp_runtime.sampling_params import SamplingParams
 
@@ -67,17 +67,22 @@ class Served(NamedTuple):
 @click.option("--address", default="", help="A server that runs already, instead of a model.")
 @click.option("--null-workers", is_flag=True, help="No model: workers that only take time.")
 @click.option("--null-step-ms", default=5.0, show_default=True, help="Time of their steps.")
-@click.option("--num-requests", default=128, show_default=True)
-@click.option("--rate", default=0.0, help="Arrivals per second; otherwise a closed loop.")
-@click.option("--clients", default=8, show_default=True, help="Of the closed loop.")
+@click.option("--num-requests", type=POSITIVE, default=128, show_default=True)
+@click.option(
+    "--rate",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    help="Arrivals per second; otherwise a closed loop.",
+)
+@click.option("--clients", type=POSITIVE, default=8, show_default=True, help="Of the closed loop.")
 @click.option(
     "--stagger",
     is_flag=True,
     help="Clients of the closed loop out of phase, as after hours; else all begin at once.",
 )
 @click.option("--background", default=0, help="Rows that decode all the while, not measured.")
-@click.option("--input-len", default=128, show_default=True, help="Prompt tokens.")
-@click.option("--output-len", default=1024, show_default=True, help="New tokens.")
+@click.option("--input-len", type=POSITIVE, default=128, show_default=True, help="Prompt tokens.")
+@click.option("--output-len", type=POSITIVE, default=1024, show_default=True, help="New tokens.")
 def serve_command(
     model: str | None,
     address: str,

@@ -19,6 +19,9 @@ from tp_runtime.model_config import ModelConfig
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+POSITIVE = click.IntRange(min=1)
+"""Of counts and lengths that make no measurement when they are 0."""
+
 
 @dataclass(frozen=True)
 class Target:

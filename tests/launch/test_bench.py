@@ -116,6 +116,26 @@ def test_latency_has_a_row_per_batch(capfd):
     assert record["copy_rate_gb_s"] is None  # measured on GPUs only
 
 
+@pytest.mark.parametrize(
+    ("command", "flag", "value"),
+    [
+        ("serve", "--num-requests", "0"),
+        ("serve", "--clients", "0"),
+        ("serve", "--output-len", "0"),
+        ("serve", "--rate", "-1"),
+        ("latency", "--output-len", "0"),
+        ("latency", "--repeats", "0"),
+        ("latency", "--batch", "0,1"),
+        ("latency", "--batch", "one"),
+    ],
+)
+def test_what_makes_no_measurement_is_refused(capfd, command, flag, value):
+    assert cli.run(["bench", command, *TINY, flag, value]) == 2
+    printed = capfd.readouterr()
+    assert value in printed.err
+    assert "Traceback" not in printed.err
+
+
 def test_a_late_step_is_that_after_the_middle_token():
     early = [(0.0, 0), (5.0, 1), (5.1, 2)]
     assert latency._late_step([*early, (6.1, 4), (7.1, 6), (9.1, 8)]) == pytest.approx(3.0 / 4)
