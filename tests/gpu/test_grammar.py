@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.gpu.engine_on_gpu import engine_on_gpu
 from tests.tiny_models import make_tiny
 from tests.workers.engine_in_process import EngineInProcess
 from tests.workers.test_grammar import CONSTRAINED, FREE, PROMPTS
-from tp_runtime.model_config import ModelConfig
-from tp_runtime.ops.attention.registry import choose_backend
 from tp_runtime.workers.gather_sampler import GatherSampler
 from tp_runtime.workers.sharded_sampler import ShardedSampler
 
@@ -28,23 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_recorded_steps_draw_what_the_cpu_draws(
     folder: Path, sampler: type[GatherSampler] | type[ShardedSampler], pattern: list[int]
 ) -> None:
-    config = ModelConfig.from_folder(folder)
-    backend, _ = choose_backend(
-        "auto",
-        head_size=config.head_dim,
-        dtype=torch.float32,
-        block_size=16,
-        windows=config.windows,
-        device=torch.device("cuda"),
-    )
-    on_gpu = EngineInProcess(
-        folder,
-        device="cuda",
-        backend=backend,
-        block_size=16,
-        sampler=sampler,
-        graph_sizes=(1, 2, 4),
-    )
+    on_gpu = engine_on_gpu(folder, sampler=sampler, graph_sizes=(1, 2, 4))
     on_cpu = EngineInProcess(folder, sampler=sampler)
     found = []
     for engine in (on_gpu, on_cpu):

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.engine_on_gpu import engine_on_gpu
 from tests.tiny_models import make_tiny
-from tests.workers.engine_in_process import EngineInProcess
-from tp_runtime.model_config import ModelConfig
-from tp_runtime.ops.attention.registry import choose_backend
 from tp_runtime.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -33,23 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tokens(folder: Path, dtype: torch.dtype, fill: float, graphs: bool) -> list[list[int]]:
     """Of three sequences, in recorded steps of four rows or eagerly. The cache holds `fill`."""
-    config = ModelConfig.from_folder(folder)
-    backend, _ = choose_backend(
-        "auto",
-        head_size=config.head_dim,
-        dtype=dtype,
-        block_size=16,
-        windows=config.windows,
-        device=torch.device("cuda"),
-    )
-    engine = EngineInProcess(
-        folder,
-        device="cuda",
-        dtype=dtype,
-        backend=backend,
-        block_size=16,
-        graph_sizes=(4,) if graphs else (),
-    )
+    engine = engine_on_gpu(folder, dtype, graph_sizes=(4,) if graphs else ())
     for layer in engine.runner.kv:
         layer.k.fill_(fill)
         layer.v.fill_(fill)

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.engine_on_gpu import engine_on_gpu
 from tests.tiny_models import make_tiny
-from tests.workers.engine_in_process import EngineInProcess
-from tp_runtime.model_config import ModelConfig
-from tp_runtime.ops.attention.registry import choose_backend
 from tp_runtime.sampling_params import SamplingParams
 from tp_runtime.workers.prefill_graphs import Room
 
@@ -33,24 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tokens(folder: Path, dtype: torch.dtype, rooms: tuple[Room, ...], fill: float) -> list[int]:
-    config = ModelConfig.from_folder(folder)
-    backend, _ = choose_backend(
-        "auto",
-        head_size=config.head_dim,
-        dtype=dtype,
-        block_size=16,
-        windows=config.windows,
-        device=torch.device("cuda"),
-    )
-    engine = EngineInProcess(
-        folder,
-        device="cuda",
-        dtype=dtype,
-        backend=backend,
-        block_size=16,
-        max_num_batched_tokens=200,
-        graph_sizes=(1, 4),
-        rooms=rooms,
+    engine = engine_on_gpu(
+        folder, dtype, max_num_batched_tokens=200, graph_sizes=(1, 4), rooms=rooms
     )
     for layer in engine.runner.kv:
         layer.k.fill_(fill)
