@@ -76,6 +76,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ):
             if value is not None and not low <= value <= high:
                 raise ConfigError(f"{flag} {value} is out of range; give {low} to {high}.")
+        if self.prefill_graphs and self.enforce_eager:
+            raise ConfigError("--prefill-graphs and --enforce-eager exclude each other; give one.")
         if self.listen and not self.listen.startswith(("tcp://", "ipc://")):
             raise ConfigError(
                 f"--listen {self.listen!r} is not an address; give tcp://HOST:PORT or ipc://PATH."

@@ -26,7 +26,7 @@ from tp_runtime.workers.recorded import Recorded
 from tp_runtime.workers.sampler import Sampler
 
 DEFAULT_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-"""Each takes 0.05 to 0.1 s of every start, and of every recovery."""
+"""Each takes 0.04 to 0.13 s of every start, and of every recovery (8B on one and two H200)."""
 RECORDED_CLASSES = (SamplingClass.GREEDY, SamplingClass.GUMBEL)
 
 

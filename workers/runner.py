@@ -26,7 +26,7 @@ from tp_runtime.workers.decode_graphs import RECORDED_CLASSES, DecodeGraphs
 from tp_runtime.workers.host_copy import PendingCopy, to_device
 from tp_runtime.workers.logprobs import LogprobCollector, PendingLogprobs
 from tp_runtime.workers.models.decoder import CausalLM
-from tp_runtime.workers.prefill_graphs import PrefillGraphs, Room
+from tp_runtime.workers.prefill_graphs import PrefillGraphs
 from tp_runtime.workers.sampler import Sampler
 from tp_runtime.workers.sampling_rows import SamplingRows
 from tp_runtime.workers.state_check import StateCheck
@@ -108,12 +108,13 @@ class Runner:
 
     def _hidden(self, plan: StepPlan, step: StepInput) -> Tensor:
         """Of all tokens of the step, [tokens, hidden]."""
-        room = self._room(plan, step)
-        if room is not None and self.prefill_graphs is not None:
-            return self.prefill_graphs.run(
-                room, step.ids, step.positions, step.slots, step.decode_rows, plan.chunks
-            )
-        rows = len(step.host_decode_rows)
+        rows, graphs = len(step.host_decode_rows), self.prefill_graphs
+        if graphs is not None and plan.chunks:
+            room = graphs.fitting(rows, step.ids.shape[0] - rows, len(plan.chunks))
+            if room is not None:
+                return graphs.run(
+                    room, step.ids, step.positions, step.slots, step.decode_rows, plan.chunks
+                )
         metadata = AttentionMetadata(
             slot_mapping=step.slots,
             decode=self._decode_metadata(
@@ -123,12 +124,6 @@ class Runner:
         )
         hidden: Tensor = self.model(step.ids, step.positions, self.kv, metadata)
         return hidden
-
-    def _room(self, plan: StepPlan, step: StepInput) -> Room | None:
-        if self.prefill_graphs is None or not plan.chunks:
-            return None
-        rows = len(step.host_decode_rows)
-        return self.prefill_graphs.fitting(rows, step.ids.shape[0] - rows, len(plan.chunks))
 
     def _replay(self, plan: StepPlan, graphs: DecodeGraphs) -> StepResult:
         """A pure decode step of the first rows."""

@@ -49,7 +49,7 @@ from tp_runtime.workers.loop import WorkerLoop
 from tp_runtime.workers.models.decoder import CausalLM
 from tp_runtime.workers.models.registry import build_model
 from tp_runtime.workers.prefill_check import record_prefills
-from tp_runtime.workers.prefill_graphs import PrefillGraphs, rooms_for
+from tp_runtime.workers.prefill_graphs import ROOM_TOKENS, PrefillGraphs, rooms_for
 from tp_runtime.workers.runner import Runner
 from tp_runtime.workers.sampler import Sampler
 from tp_runtime.workers.sharded_sampler import ShardedSampler
@@ -233,12 +233,18 @@ class Worker:
         group: TPGroup,
         backend: AttentionBackend,
     ) -> PrefillGraphs | None:
-        """None, too, where the graphs do not do what they should; the log says so."""
-        rooms = rooms_for(self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        wanted = self.config.prefill_graphs and rooms
-        if not wanted or not self._can_record(state, backend):
+        """None where they are not asked for, cannot be had, or do not do what they should; the log
+        says so."""
+        if not self.config.prefill_graphs:
             return None
-        graphs, wrong = record_prefills(model, kv, state, group, rooms)
+        graphs = None
+        rooms = rooms_for(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        if not self._can_record(state, backend):
+            wrong = f"{backend.name} on {state.device.type} records no steps"
+        elif not rooms:
+            wrong = f"--max-num-batched-tokens is below {ROOM_TOKENS[0]}"
+        else:
+            graphs, wrong = record_prefills(model, kv, state, group, rooms)
         if wrong and self.rank == 0:
             logger.warning("tp_runtime: Steps with prompts run without graphs: %s.", wrong)
         return graphs

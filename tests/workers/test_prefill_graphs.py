@@ -11,6 +11,7 @@ import torch
 
 from tests.tiny_models import make_tiny
 from tests.workers.engine_in_process import EngineInProcess
+from tp_runtime.engine_config import EngineConfig
 from tp_runtime.ops.attention.metadata import DecodeMetadata, PrefillMetadata
 from tp_runtime.ops.attention.reference import ReferenceBackend
 from tp_runtime.ops.group import TPGroup
@@ -18,6 +19,7 @@ from tp_runtime.sampling_params import SamplingParams
 from tp_runtime.workers import prefill_graphs
 from tp_runtime.workers.prefill_check import record_prefills
 from tp_runtime.workers.prefill_graphs import PrefillGraphs, Room, rooms_for
+from tp_runtime.workers.worker import Worker
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 ROOMS = (Room(0, 16), Room(0, 64), Room(3, 16), Room(3, 64), Room(8, 128))
@@ -193,3 +195,23 @@ def test_a_cache_that_is_too_small_to_ask_is_no_fault(folder: Path, blocks: int)
     graphs, wrong = record_prefills(runner.model, runner.kv, runner.state, TPGroup.single(), ROOMS)
     assert graphs is not None
     assert wrong == ""
+
+
+@pytest.mark.parametrize("can_record", [False, True])
+def test_a_worker_that_is_asked_for_what_it_cannot_do_says_so(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    can_record: bool,
+) -> None:
+    engine = EngineInProcess(folder)
+    runner, worker = engine.runner, object.__new__(Worker)
+    worker.config = EngineConfig(model="m", prefill_graphs=True, max_num_batched_tokens=100)
+    worker.rank = 0
+    if can_record:
+        monkeypatch.setattr(worker, "_can_record", lambda state, backend: True)
+    place = (runner.model, runner.kv, runner.state, TPGroup.single(), ReferenceBackend())
+    assert worker._record_prefill_graphs(*place) is None
+    (record,) = caplog.records
+    why = "--max-num-batched-tokens is below 128" if can_record else "on cpu records no steps"
+    assert why in record.message
