@@ -147,7 +147,6 @@ class CublasLt:
 
     def __init__(self, device: torch.device) -> None:
         self._api = _Api()
-        self._device = device
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._handle = c_void_p()
         self._api.call("cublasLtCreate", byref(self._handle))

@@ -133,8 +133,8 @@ def plan_decode(
         return plan.zero_()
     overlap = overlaps(context_lens)
     block = _FEW_ROWS if rows <= _FEW_ROWS else max(_MANY_ROWS, power_of_2(rows))
-    together = max(1, min(_TEAMS, _PAIRS // block))
-    _plan_kernel[(ceil_div(teams, together),)](
+    at_once = max(1, min(_TEAMS, _PAIRS // block))
+    _plan_kernel[(ceil_div(teams, at_once),)](
         context_lens,
         plan,
         rows,
@@ -144,7 +144,7 @@ def plan_decode(
         WINDOW=window or 0,
         BLOCK_N=config.tile,
         BLOCK_R=block,
-        BLOCK_T=together,
+        BLOCK_T=at_once,
         WORDS=PLAN_WORDS,
         OVERLAP=overlap,
         launch_pdl=overlap,

@@ -23,12 +23,14 @@ def ordered_bits(values: Tensor) -> Tensor:
 
 
 def pack_best(values: Tensor, ids: Tensor) -> Tensor:
-    """One int64 per row that orders by value, then by lowest id."""
+    """values [rows] float32, ids [rows] int64 -> [rows] int64 that orders by value, then by lowest
+    id."""
     return (ordered_bits(values) << _ID_BITS) | (_ID_MASK - ids)
 
 
 def unpack_id(best: Tensor) -> Tensor:
-    """Id of a packed best [rows]; -1 for a row that is not usable (see `usable_rows`)."""
+    """Packed bests [rows] int64 -> ids [rows] int64; INVALID_ID for a row with NaN or +inf, or with
+    nothing but -inf."""
     ids = _ID_MASK - (best & _ID_MASK)
     usable = (best != UNUSABLE) & ((best >> _ID_BITS) > _MINUS_INF)
     return torch.where(usable, ids, INVALID_ID)
