@@ -105,7 +105,7 @@ def serve_command(
         "dtype": conditions.get("dtype", info.dtype),
     }
     results = summary(served)
-    _print(results)
+    _print(results, "at least " if load["stagger"] or load["background"] else "")
     _print_queue([each.queue for each in served])
     print_json("serve", conditions, results)
     return 0
@@ -265,7 +265,7 @@ async def _request(client: AsyncClient, load: Load, number: int) -> Served:
 
 def summary(served: list[Served]) -> dict[str, Any]:
     """Milliseconds at 50, 95 and 99 percent, and tokens per second of all together, from the first
-    request's start to the last one's end."""
+    request's start to the last one's end; of others that run beside them nothing is here."""
     parts = {
         "ttft_ms": [each.first_token for each in served],
         "inter_token_ms": [gap for each in served for gap in each.gaps],
@@ -278,20 +278,20 @@ def summary(served: list[Served]) -> dict[str, Any]:
     }
     found["queue_ms"]["max"] = 1000 * max(parts["queue_ms"], default=0.0)
     found["requests"] = len(served)
-    # With --stagger others run beside these, whose tokens are not here: a lower bound then.
     ended = max(each.started + each.total for each in served)
     seconds = ended - min(each.started for each in served)
     found["tok_s"] = sum(each.tokens for each in served) / seconds
     return found
 
 
-def _print(results: dict[str, Any]) -> None:
+def _print(results: dict[str, Any], bound: str) -> None:
+    """`bound`: what stands before the tokens per second when other requests ran beside."""
     rows = [
         [name.removesuffix("_ms"), *(results[name][p] for p in ("p50", "p95", "p99"))]
         for name in ("ttft_ms", "inter_token_ms", "queue_ms", "request_ms")
     ]
     print_table(["ms", "p50", "p95", "p99"], rows)
-    print(f"{results['requests']} requests, {results['tok_s']:,.1f} tokens/s")
+    print(f"{results['requests']} requests, {bound}{results['tok_s']:,.1f} tokens/s")
     gap = results["inter_token_ms"]["p50"]
     if gap:
         steps = results["queue_ms"]["max"] / gap
