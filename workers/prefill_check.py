@@ -28,8 +28,8 @@ from tp_runtime.workers.prefill_graphs import PrefillGraphs, Room
 
 _CLOSE = {torch.float32: 1e-3}
 _CLOSE_ENOUGH = 0.25
-"""Distance of a token's hidden state from the eager one, as part of its length: in 16 bits rounding
-alone makes a few hundredths of it over a deep model, and a wrong step makes 1."""
+"""Distance of a token's hidden state from the eager one, as part of its length: wide, as rounding
+in 16 bits adds up over a deep model, and still less than what attention to wrong tokens makes."""
 _SHORT_CHUNK = 5
 
 
