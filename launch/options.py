@@ -47,7 +47,7 @@ _HELP: dict[str, str] = {
     "sampling": "How ranks agree on a token; gather: rank 0 sees all logits.",
     "attention_backend": "auto, or the name of a back-end.",
     "enforce_eager": "No CUDA graphs.",
-    "prefill_graphs": "CUDA graphs of steps with up to 1,024 prompt tokens, too.",
+    "disable_prefill_graphs": "CUDA graphs of decode steps alone, none of steps with prompts.",
     "disable_custom_all_reduce": "Add over the ranks by NCCL alone, not over symmetric memory.",
     "disable_product_tuning": "Take cuBLAS's first choice for every matrix product, untimed.",
     "compile": "Run small operators under torch.compile in place of the own kernels.",

@@ -44,8 +44,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     sampling: SamplingPath = "auto"
     attention_backend: str = "auto"
     enforce_eager: bool = False
-    prefill_graphs: bool = False
-    """Not run on a GPU yet, so to be asked for."""
+    disable_prefill_graphs: bool = False
     compile: bool = False
     disable_custom_all_reduce: bool = False
     disable_product_tuning: bool = False
@@ -76,8 +75,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ):
             if value is not None and not low <= value <= high:
                 raise ConfigError(f"{flag} {value} is out of range; give {low} to {high}.")
-        if self.prefill_graphs and self.enforce_eager:
-            raise ConfigError("--prefill-graphs and --enforce-eager exclude each other; give one.")
         if self.listen and not self.listen.startswith(("tcp://", "ipc://")):
             raise ConfigError(
                 f"--listen {self.listen!r} is not an address; give tcp://HOST:PORT or ipc://PATH."

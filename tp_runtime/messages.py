@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from tp_runtime.sampling_params import SamplingParams
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Raised with every change of a type below; peers with another version are refused by name."""
 
 FRAME_HEADER = b"TPR" + bytes([PROTOCOL_VERSION])
@@ -345,8 +345,8 @@ class StepPlan(Struct, tag=1, array_like=True, omit_defaults=True):
     step: int
     num_rows: int
     padded: int = 0
-    """Size of the decode graph to replay (>= number of decode rows, which are then the first rows
-    of the batch); 0: no graph."""
+    """Size of the decode graph to replay, or of a larger one while that is not recorded (>= number
+    of decode rows, which are then the first rows of the batch); 0: no graph."""
     decode_rows: bytes | None = None
     chunks: list[Chunk] = msgspec.field(default_factory=list)
     moves: list[tuple[int, int]] = msgspec.field(default_factory=list)
@@ -359,6 +359,13 @@ class StepPlan(Struct, tag=1, array_like=True, omit_defaults=True):
     """Compare a checksum of the device state across ranks in this step."""
     masks: list[RowMask] = msgspec.field(default_factory=list)
     """Of rows with a grammar, for the token that this step samples and no other."""
+    record: bool = False
+    """Record the next of the graphs that are left, before the step. Such a step may have no row."""
+
+    @property
+    def num_decode(self) -> int:
+        """Rows that decode."""
+        return self.num_rows if self.decode_rows is None else len(self.decode_rows) // 4
 
 
 class Stop(Struct, tag=2, array_like=True):
@@ -415,7 +422,9 @@ class AllocateKV(Struct, tag="allocate_kv"):
 class WorkerReady(Struct, tag="ready"):
     rank: int
     graph_sizes: list[int] = msgspec.field(default_factory=list)
-    """Padded decode sizes the worker can replay; empty: eager."""
+    """Padded decode sizes the worker can replay, now or later; empty: eager."""
+    graphs_left: int = 0
+    """Graphs that are recorded one by one, by plans with `record`; the same on every rank."""
     start_s: dict[str, float] = msgspec.field(default_factory=dict)
     """Seconds since its fork, by what it did."""
 

@@ -1,8 +1,8 @@
 """Pure decode steps as two replays: a model graph by padded size, then a sampler graph by class.
 
-A step of n rows runs the graph of the next larger size. Rows n and up are padding: their slot is
--1, their context is empty, nothing of them is stored. The number of rows is a device word, so one
-graph serves every n up to its size. The graphs read the batch state (last ids, positions, tables,
+A step of n rows runs the graph of the next larger size that is recorded. Rows n and up are padding:
+their slot is -1, their context is empty, nothing of them is stored. The number of rows is a device
+word, so one graph serves every n up to its size. The graphs read the batch state (last ids, positions, tables,
 sampling parameters) and advance it; the host writes no value between two steps.
 
 Sampling that needs the host's knowledge (truncation, penalties, bias, logprobs) draws from the
@@ -11,6 +11,7 @@ model graph's logits without a sampler graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,12 +22,15 @@ from tp_runtime.ops.attention.metadata import AttentionMetadata, DecodeMetadata,
 from tp_runtime.ops.decode_step import DecodeInput, begin_decode, end_decode
 from tp_runtime.ops.sampling.sampler import SamplingBatch, SamplingClass
 from tp_runtime.workers.batch_state import BatchState
+from tp_runtime.workers.later_graphs import LaterGraph
 from tp_runtime.workers.models.decoder import CausalLM
 from tp_runtime.workers.recorded import Recorded
 from tp_runtime.workers.sampler import Sampler
 
-DEFAULT_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-"""Each takes 0.04 to 0.13 s of every start, and of every recovery (8B on one and two H200)."""
+DEFAULT_SIZES = (1, 2, 4, 8, 16, 24, *range(32, 256, 16), *range(256, 513, 32))
+FIRST_SIZES = (1, 4, 16, 64, 256)
+"""Recorded before the worker is ready, with the largest; the others while it idles. Each takes 0.04
+to 0.13 s (8B on one and two H200), in every start and every recovery."""
 RECORDED_CLASSES = (SamplingClass.GREEDY, SamplingClass.GUMBEL)
 
 
@@ -34,6 +38,12 @@ def graph_sizes(max_rows: int) -> tuple[int, ...]:
     """Sizes worth a graph for batches of up to `max_rows`; the last one holds them all."""
     below = [size for size in DEFAULT_SIZES if size < max_rows]
     return (*below, max_rows) if max_rows <= DEFAULT_SIZES[-1] else DEFAULT_SIZES
+
+
+def first_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of `sizes` that a worker cannot be ready without, largest first: the smaller graphs
+    reuse its memory."""
+    return tuple(size for size in reversed(sizes) if size in FIRST_SIZES or size == sizes[-1])
 
 
 @dataclass
@@ -48,7 +58,8 @@ class _Buffers:
 
 
 class DecodeGraphs:
-    """`record` once, then `run_model` and `run_sampler` per step; `release` before the end."""
+    """`record` each size, the largest first; `run_model` and `run_sampler` per step; `release`
+    before the end. `sizes` rise."""
 
     def __init__(
         self,
@@ -70,19 +81,34 @@ class DecodeGraphs:
         self._logits: dict[int, Tensor] = {}
         self._models: dict[int, Recorded] = {}
         self._samplers: dict[tuple[int, SamplingClass], Recorded] = {}
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     @torch.inference_mode()
-    def record(self) -> None:
-        """Collective. Largest first, so that the smaller graphs reuse its memory."""
-        device = self._state.device
-        pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+    def record(self, size: int) -> None:
+        """Collective; requests may be running. Whatever runs while it records is padding."""
         self.buffers.num_rows.zero_()
-        for size in sorted(self.sizes, reverse=True):
-            self._models[size] = Recorded(partial(self._model_step, size), device, pool)
-            for kind in RECORDED_CLASSES:
-                self._samplers[size, kind] = Recorded(
-                    partial(self._sample_step, size, kind), device, pool
-                )
+        model = self._recorded(partial(self._model_step, size))
+        for kind in RECORDED_CLASSES:
+            self._samplers[size, kind] = self._recorded(partial(self._sample_step, size, kind))
+        self._models[size] = model
+
+    def _recorded(self, work: Callable[[], None]) -> Recorded:
+        return Recorded(work, self._state.device, self._pool)
+
+    def later(self) -> list[LaterGraph]:
+        """Of the sizes that are not recorded yet."""
+        left = [size for size in self.sizes if size not in self._models]
+        return [LaterGraph(partial(self.record, n), partial(self._forget, n)) for n in left]
+
+    def _forget(self, size: int) -> None:
+        self._models.pop(size, None)
+        self._logits.pop(size, None)
+        for kind in RECORDED_CLASSES:
+            self._samplers.pop((size, kind), None)
+
+    def fitting(self, size: int) -> int:
+        """The smallest recorded size of at least `size`, or 0."""
+        return min((recorded for recorded in self._models if recorded >= size), default=0)
 
     def run_model(self, size: int, num_rows: int) -> None:
         """One decode step of rows 0 .. num_rows - 1: cache, positions and logits."""

@@ -79,11 +79,13 @@ def max_blocks(
     device: torch.device,
     before: MemoryBefore,
     peak_extra: int,
+    graphs: int,
     useful: int,
 ) -> int:
     """Blocks this rank has room for, at most `useful`.
 
-    `peak_extra`: bytes a worst-case step needs beyond what is allocated now. Raises ConfigError
+    `peak_extra`: bytes a worst-case step needs beyond what is allocated now; `graphs`: what graphs
+    take, out of what --gpu-memory-utilization leaves as far as that suffices. Raises ConfigError
     with the numbers when not even `MIN_BLOCKS` fit."""
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
@@ -95,12 +97,13 @@ def max_blocks(
     free_now = torch.cuda.mem_get_info(device)[0]
     used_by_us = before.free - free_now
     room = int(before.free * config.gpu_memory_utilization) - used_by_us - peak_extra
-    blocks = min(useful, min(room, free_now) // geometry.block_bytes)
+    blocks = min(useful, min(room, free_now - peak_extra - graphs) // geometry.block_bytes)
     if blocks < MIN_BLOCKS:
         raise ConfigError(
             f"No room for a KV cache: {before.free / GIB:.2f} GiB of {before.total / GIB:.2f} GiB "
             f"were free at start, weights take {used_by_us / GIB:.2f} GiB, a worst-case step "
-            f"{peak_extra / GIB:.2f} GiB, and --gpu-memory-utilization is "
+            f"{peak_extra / GIB:.2f} GiB, CUDA graphs up to {graphs / GIB:.2f} GiB, and "
+            f"--gpu-memory-utilization is "
             f"{config.gpu_memory_utilization:g}. Raise it, lower --max-num-batched-tokens, or use "
             f"more GPUs (--tensor-parallel-size)."
         )

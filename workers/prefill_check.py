@@ -7,8 +7,10 @@ is rounding: products of other sizes, keys read from other places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -23,13 +25,15 @@ from tp_runtime.ops.attention.metadata import (
 )
 from tp_runtime.ops.group import TPGroup
 from tp_runtime.workers.batch_state import BatchState
+from tp_runtime.workers.graph_votes import attempt, with_memory
 from tp_runtime.workers.models.decoder import CausalLM
 from tp_runtime.workers.prefill_graphs import PrefillGraphs, Room
 
 _CLOSE = {torch.float32: 1e-3}
 _CLOSE_ENOUGH = 0.25
-"""Distance of a token's hidden state from the eager one, as part of its length: wide, as rounding
-in 16 bits adds up over a deep model, and still less than what attention to wrong tokens makes."""
+"""Distance of the hidden states of a sequence from the eager ones, as part of their length: wide,
+as rounding in 16 bits adds up over a deep model, and still less than what attention to wrong tokens
+makes."""
 _SHORT_CHUNK = 5
 
 
@@ -39,104 +43,143 @@ def record_prefills(
     state: BatchState,
     group: TPGroup,
     rooms: Sequence[Room],
+    max_model_len: int,
 ) -> tuple[PrefillGraphs | None, str]:
-    """Collective. Graphs of which the smallest and the largest were checked; or None, on every
-    rank, with what is wrong on this one.
-
-    The ranks vote after each graph, so that one which cannot record stops all. Where it fails in
-    the middle of a step the others wait for its part of a sum, as they would in service."""
+    """Collective. Graphs of which the largest and the smallest are recorded and checked, the others
+    not recorded yet; or None, on every rank, with what is wrong on this one."""
     graphs = PrefillGraphs(model, kv, state, rooms)
-    asked = (graphs.rooms[0], graphs.rooms[-1])
-    steps: list[Callable[[], bool]] = [
-        partial(_recorded, graphs, room) for room in reversed(graphs.rooms)
-    ]
-    steps += [partial(replay_agrees, graphs, room, model, kv, state) for room in asked]
-    for step in steps:
-        wrong = _fault_of(step)
-        ballot = torch.full((1,), int(not wrong), device=state.device)
-        if int(group.comm.all_reduce(ballot)) != group.size:
+    for room in dict.fromkeys((graphs.rooms[-1], graphs.rooms[0])):
+        check = partial(_check, graphs, room, model, kv, state, max_model_len)
+        wrong = with_memory(partial(graphs.record, room), group, state.device)
+        wrong = wrong or attempt(check, group, state.device)
+        if wrong:
             graphs.release()
-            return None, wrong or "another rank found a fault"
+            return None, wrong
     return graphs, ""
 
 
-def _recorded(graphs: PrefillGraphs, room: Room) -> bool:
-    graphs.record_room(room)
-    return True
-
-
-def _fault_of(step: Callable[[], bool]) -> str:
-    try:
-        return "" if step() else "a recorded step differs from the same step run eagerly"
-    except Exception as error:  # of torch, of a package, of the driver: the eager way is there
-        return f"{type(error).__name__}: {error}"
-
-
-@torch.inference_mode()
-def replay_agrees(
-    graphs: PrefillGraphs, room: Room, model: CausalLM, kv: list[LayerKV], state: BatchState
-) -> bool:
-    """Collective. A step of one decode row, if there is room for any, and two chunks, which leaves
-    padding behind each of them. Uses the first blocks of the cache and of the tables' rows, and
-    leaves the tables as they were."""
-    rows = 1 if room.decode else 0
-    blocks = kv[0].k.shape[0]
-    most = min(blocks // 3, state.max_blocks) * state.block_size
-    chunks = [_SHORT_CHUNK, min(room.prompt - _SHORT_CHUNK - 1, most)]
-    if state.max_rows < rows + 2 or most <= _SHORT_CHUNK or chunks[1] < 1:
-        return True  # too small to ask, and for more than a request or two
-    before = state.block_tables.clone()
-    table = torch.arange(blocks // 3 * 3, dtype=torch.int32, device=state.device).view(3, -1)
-    width = min(table.shape[1], state.max_blocks)
-    state.block_tables[: rows + 2, :width] = table[3 - rows - 2 :, :width]
-    try:
-        return _compare(graphs, room, model, kv, state, rows, chunks)
-    finally:
-        state.block_tables.copy_(before)
-
-
-def _compare(
+def _check(
     graphs: PrefillGraphs,
     room: Room,
     model: CausalLM,
     kv: list[LayerKV],
     state: BatchState,
-    rows: int,
-    sizes: list[int],
+    max_model_len: int,
+) -> str:
+    if replay_agrees(graphs, room, model, kv, state, max_model_len):
+        return ""
+    return "a recorded step differs from the same step run eagerly"
+
+
+@dataclass(frozen=True)
+class _Step:
+    """`positions` of each decode row, rows 0 and up; chunks (start, tokens) of the rows behind."""
+
+    positions: list[int]
+    chunks: list[tuple[int, int]]
+
+
+@torch.inference_mode()
+def replay_agrees(
+    graphs: PrefillGraphs,
+    room: Room,
+    model: CausalLM,
+    kv: list[LayerKV],
+    state: BatchState,
+    max_model_len: int,
 ) -> bool:
-    device = state.device
-    decode_rows = torch.arange(rows, device=device)
-    chunk_rows = [decode_rows.new_full((n,), rows + i) for i, n in enumerate(sizes)]
-    row = torch.cat([decode_rows, *chunk_rows])
-    # The decode row's earlier token is whatever the cache holds: zeros at a start.
-    position = torch.cat([decode_rows + 1, *(torch.arange(n, device=device) for n in sizes)])
+    """Collective. Two steps, of one decode row if there is room for any, and of two chunks, which
+    leave padding behind each of them; in the second the chunks go on where they ended in the first.
+    Uses the first blocks of the cache and of the tables' rows: the tables are left as they were, of
+    the cache what was used is zeros then."""
+    rows = 1 if room.decode else 0
+    blocks = kv[0].k.shape[0]
+    most = min(blocks // 3 * state.block_size, max_model_len) - _SHORT_CHUNK
+    long = min(room.prompt - _SHORT_CHUNK - 1, most)
+    if state.max_rows < rows + 2 or most <= _SHORT_CHUNK or long < 1:
+        return True  # too small to ask, and for more than a request or two
+    first = _Step([1] * rows, [(0, _SHORT_CHUNK), (0, long)])
+    second = _Step([2] * rows, [(_SHORT_CHUNK, _SHORT_CHUNK), (long, _SHORT_CHUNK - 1)])
+    before = state.block_tables.clone()
+    table = torch.arange(blocks // 3 * 3, dtype=torch.int32, device=state.device).view(3, -1)
+    width = min(table.shape[1], state.max_blocks)
+    state.block_tables[: rows + 2, :width] = table[3 - rows - 2 :, :width]
+    try:
+        agree = [_agrees(graphs, room, model, kv, state, step) for step in (first, second)]
+        return all(agree)  # every rank takes part in both
+    finally:
+        for layer in kv:
+            layer.k[: blocks // 3 * 3] = 0
+            layer.v[: blocks // 3 * 3] = 0
+        state.block_tables.copy_(before)
+
+
+def _agrees(
+    graphs: PrefillGraphs,
+    room: Room,
+    model: CausalLM,
+    kv: list[LayerKV],
+    state: BatchState,
+    step: _Step,
+) -> bool:
+    device, rows = state.device, len(step.positions)
+    numbers = [1] * rows + [size for _, size in step.chunks]
+    firsts = step.positions + [start for start, _ in step.chunks]
+    row = torch.arange(len(numbers), device=device).repeat_interleave(
+        torch.tensor(numbers, device=device)
+    )
+    position = torch.cat(
+        [torch.arange(a, a + n, device=device) for a, n in zip(firsts, numbers, strict=True)]
+    )
+    # The decode row's first token is whatever the cache holds: zeros at a start.
     ids = (7 * position + 11 * row + 1) % state.vocab_size
     slots = state.slots(row, position)
-    starts = torch.tensor([0, sizes[0], sum(sizes)], dtype=torch.int32, device=device)
+    want = model(ids, position, kv, _eager(state, step, slots)).float()
+    _forget(kv, slots)
+    plan = [
+        Chunk(rows + i, start, np.zeros(n, dtype=np.int32).tobytes(), sample=True)
+        for i, (start, n) in enumerate(step.chunks)
+    ]
+    got = graphs.run(room, ids, position, slots, torch.arange(rows, device=device), plan).float()
+    tolerance = _CLOSE.get(model.place.dtype, _CLOSE_ENOUGH)
+    return all(_is_close(got[part], want[part], tolerance) for part in _parts(numbers))
+
+
+def _eager(state: BatchState, step: _Step, slots: Tensor) -> AttentionMetadata:
+    device, rows = state.device, len(step.positions)
+    sizes = torch.tensor([n for _, n in step.chunks], device=device)
+    ends = [start + n for start, n in step.chunks]
     decode = DecodeMetadata(
-        context_lens=(position[:rows] + 1).to(torch.int32),
+        context_lens=torch.tensor(step.positions, dtype=torch.int32, device=device) + 1,
         block_tables=state.block_tables[:rows],
     )
-    eager = AttentionMetadata(
+    starts = torch.zeros(len(sizes) + 1, dtype=torch.int32, device=device)
+    starts[1:] = sizes.cumsum(0)
+    cached = any(start for start, _ in step.chunks)
+    return AttentionMetadata(
         slot_mapping=slots,
         decode=decode if rows else None,
         prefill=PrefillMetadata(
             cu_seqlens_q=starts,
-            context_lens=starts.diff(),
-            block_tables=None,
-            max_seqlen_q=max(sizes),
-            max_seqlen_k=max(sizes),
+            context_lens=torch.tensor(ends, dtype=torch.int32, device=device),
+            block_tables=state.block_tables[rows : rows + len(ends)] if cached else None,
+            max_seqlen_q=max(n for _, n in step.chunks),
+            max_seqlen_k=max(ends),
         ),
     )
-    want = model(ids, position, kv, eager).float()
-    plan = [
-        Chunk(rows + i, 0, np.zeros(n, dtype=np.int32).tobytes(), sample=True)
-        for i, n in enumerate(sizes)
-    ]
-    got = graphs.run(room, ids, position, slots, decode_rows, plan).float()
-    return _is_close(got, want, _CLOSE.get(model.place.dtype, _CLOSE_ENOUGH))
+
+
+def _forget(kv: list[LayerKV], slots: Tensor) -> None:
+    """So that a replay which stores nothing does not find what the eager step has stored."""
+    for layer in kv:
+        for cache in layer.k, layer.v:
+            cache.view(-1, *cache.shape[2:])[slots] = float("nan")
+
+
+def _parts(numbers: Sequence[int]) -> Iterator[slice]:
+    ends = np.cumsum([0, *numbers]).tolist()
+    return (slice(a, b) for a, b in pairwise(ends))
 
 
 def _is_close(got: Tensor, want: Tensor, tolerance: float) -> bool:
-    distance = (got - want).norm(dim=1)
-    return bool((distance <= tolerance * want.norm(dim=1)).all())  # NaN is not
+    return bool((got - want).norm() <= tolerance * want.norm())  # NaN is not

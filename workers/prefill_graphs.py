@@ -30,11 +30,17 @@ from tp_runtime.ops.attention.metadata import (
 )
 from tp_runtime.workers.batch_state import BatchState
 from tp_runtime.workers.host_copy import to_device
+from tp_runtime.workers.later_graphs import LaterGraph
 from tp_runtime.workers.models.decoder import CausalLM
 from tp_runtime.workers.recorded import Recorded
 
 ROOM_ROWS = (0, 32, 64, 128, 256)
-ROOM_TOKENS = (128, 256, 512, 1024)
+ROOM_TOKENS = (64, 128, 256, 384, 512, 768, 1024)
+MOST_CHUNKS = 32
+"""Of a graph. Some attention kernels start programs for every one that there could be."""
+LONGEST_PREFIX = 16_384
+"""Tokens of the cache before a chunk, at most: recorded attention does not divide them among more
+programs, as an eager step does."""
 
 
 class Room(NamedTuple):
@@ -74,7 +80,7 @@ class _Buffers:
 
 
 class PrefillGraphs:
-    """`record` once, then `run` per step; `release` before the end."""
+    """`record` rooms, the largest first; `fitting` and `run` per step; `release` before the end."""
 
     def __init__(
         self, model: CausalLM, kv: list[LayerKV], state: BatchState, rooms: Sequence[Room]
@@ -106,23 +112,33 @@ class PrefillGraphs:
             chunk_tables=zeros(chunks, blocks),
         )
 
-    def record(self) -> None:
-        """Collective. Largest first, so that the smaller graphs reuse its memory."""
-        for room in reversed(self.rooms):
-            self.record_room(room)
-
     @torch.inference_mode()
-    def record_room(self, room: Room) -> None:
-        """Collective."""
-        self._buffers.slots.fill_(-1)
+    def record(self, room: Room) -> None:
+        """Collective; requests may be running. Whatever runs while it records is padding."""
+        buffers = self._buffers
+        buffers.slots.fill_(-1)
+        for lengths in (buffers.starts, buffers.chunk_contexts, buffers.decode_contexts):
+            lengths.zero_()
         step = partial(self._step, room)
         self._recorded[room] = Recorded(step, self._state.device, self._pool)
 
-    def fitting(self, decode_rows: int, prompt_tokens: int, chunks: int) -> Room | None:
-        """The smallest that such a step fits into."""
+    def later(self) -> list[LaterGraph]:
+        """Of the rooms that are not recorded yet, those with few decode rows first: a server that
+        has just started has few."""
+        left = sorted(room for room in self.rooms if room not in self._recorded)
+        return [
+            LaterGraph(partial(self.record, room), partial(self._recorded.pop, room, None))
+            for room in left
+        ]
+
+    def fitting(self, decode_rows: int, chunks: Sequence[Chunk]) -> Room | None:
+        """The smallest recorded one that such a step fits into."""
+        tokens = sum(len(chunk.token_ids) // 4 for chunk in chunks)
+        if max(chunk.start for chunk in chunks) > LONGEST_PREFIX:
+            return None
         for room in self.rooms:
-            fits = decode_rows <= room.decode and prompt_tokens <= room.prompt
-            if fits and chunks <= self._chunks(room):
+            fits = decode_rows <= room.decode and tokens <= room.prompt
+            if fits and len(chunks) <= self._chunks(room) and room in self._recorded:
                 return room
         return None
 
@@ -171,7 +187,7 @@ class PrefillGraphs:
 
     def _chunks(self, room: Room) -> int:
         """The most that a graph has room for."""
-        return min(room.prompt, self._state.max_rows)
+        return min(room.prompt // 8, MOST_CHUNKS, self._state.max_rows)
 
     def release(self) -> None:
         for recorded in self._recorded.values():

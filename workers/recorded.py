@@ -5,10 +5,17 @@ The CPU form makes everything around a graph (static buffers, padding rows) test
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all graphs: libraries keep a workspace for every stream they have seen."""
+    return torch.cuda.Stream(device)
 
 
 class Recorded:
@@ -19,20 +26,25 @@ class Recorded:
         self._work: Callable[[], None] | None = work
         if device.type != "cuda":
             return
-        self._warm_up(work, device)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            work()
+        own, side = torch.cuda.current_stream(device), _stream(device)
+        try:
+            self._warm_up(work, own, side)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(
+                self._graph, pool=pool, stream=side, capture_error_mode="thread_local"
+            ):
+                work()
+        finally:
+            torch.cuda.set_stream(own)  # a recording that fails leaves another one behind
         self._work = None
 
     @staticmethod
-    def _warm_up(work: Callable[[], None], device: torch.device) -> None:
+    def _warm_up(work: Callable[[], None], own: torch.cuda.Stream, side: torch.cuda.Stream) -> None:
         """Kernels are compiled and libraries initialised outside the capture."""
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        side.wait_stream(own)
+        with torch.cuda.stream(side):
             work()
-        torch.cuda.current_stream(device).wait_stream(stream)
+        own.wait_stream(side)
 
     def replay(self) -> None:
         if self._graph is not None:

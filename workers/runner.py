@@ -24,6 +24,7 @@ from tp_runtime.ops.group import TPGroup
 from tp_runtime.workers.batch_state import BatchState
 from tp_runtime.workers.decode_graphs import RECORDED_CLASSES, DecodeGraphs
 from tp_runtime.workers.host_copy import PendingCopy, to_device
+from tp_runtime.workers.later_graphs import LaterGraphs
 from tp_runtime.workers.logprobs import LogprobCollector, PendingLogprobs
 from tp_runtime.workers.models.decoder import CausalLM
 from tp_runtime.workers.prefill_graphs import PrefillGraphs
@@ -78,10 +79,12 @@ class Runner:
         group: TPGroup,
         graphs: DecodeGraphs | None = None,
         prefill_graphs: PrefillGraphs | None = None,
+        later_graphs: LaterGraphs | None = None,
     ) -> None:
         self.group = group
         self.graphs = graphs
         self.prefill_graphs = prefill_graphs
+        self.later_graphs = later_graphs
         self.model = model
         self.kv = kv
         self.state = state
@@ -98,8 +101,13 @@ class Runner:
         """Applies and launches the plan; collective. Raises ProtocolError when it does not fit."""
         self.state.apply(plan)
         self.applied_at = time.monotonic_ns()
-        if plan.padded and self.graphs is not None:
-            return self._replay(plan, self.graphs)
+        if plan.record and self.later_graphs is not None:
+            self.later_graphs.record_next()
+        if not plan.chunks and not plan.num_decode:
+            return StepResult(plan, PendingCopy(self.state.last_id[:0].to(torch.int32)), None)
+        size = self.graphs.fitting(plan.padded) if plan.padded and self.graphs is not None else 0
+        if size and self.graphs is not None:
+            return self._replay(plan, self.graphs, size)
         step = self._prepare(plan)
         hidden = self._hidden(plan, step)
         self.state.advance_decode(step.decode_rows, step.host_decode_rows)
@@ -110,7 +118,7 @@ class Runner:
         """Of all tokens of the step, [tokens, hidden]."""
         rows, graphs = len(step.host_decode_rows), self.prefill_graphs
         if graphs is not None and plan.chunks:
-            room = graphs.fitting(rows, step.ids.shape[0] - rows, len(plan.chunks))
+            room = graphs.fitting(rows, plan.chunks)
             if room is not None:
                 return graphs.run(
                     room, step.ids, step.positions, step.slots, step.decode_rows, plan.chunks
@@ -125,22 +133,21 @@ class Runner:
         hidden: Tensor = self.model(step.ids, step.positions, self.kv, metadata)
         return hidden
 
-    def _replay(self, plan: StepPlan, graphs: DecodeGraphs) -> StepResult:
+    def _replay(self, plan: StepPlan, graphs: DecodeGraphs, size: int) -> StepResult:
         """A pure decode step of the first rows."""
-        decode, state = plan.decode_rows, self.state
-        n = plan.num_rows if decode is None else len(decode) // 4
+        n, state = plan.num_decode, self.state
         rows, host_rows = self._arange[:n], self._host_rows[:n]
-        graphs.run_model(plan.padded, n)
+        graphs.run_model(size, n)
         for row in host_rows:
             state.rows[row].position += 1
         kind = self.sampling.kind(host_rows)
         alternatives = self.logprobs.alternatives(host_rows)
         if kind in RECORDED_CLASSES and alternatives < 0 and not plan.masks:
-            ids = graphs.run_sampler(plan.padded, kind)[:n]
+            ids = graphs.run_sampler(size, kind)[:n]
             return self._result(plan, ids, None)
         position = graphs.buffers.input.drawn_position[:n]
         batch = self.sampling.batch(rows, host_rows, position, plan.masks)
-        drawn = self.sampler.draw(graphs.logits(plan.padded)[:n], batch, alternatives)
+        drawn = self.sampler.draw(graphs.logits(size)[:n], batch, alternatives)
         state.record_sampled(rows, drawn.ids)
         logprobs = self.logprobs.collect(plan, host_rows, drawn, hidden=drawn.ids)
         return self._result(plan, drawn.ids.to(torch.int32), logprobs)

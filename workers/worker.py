@@ -40,16 +40,17 @@ from tp_runtime.transport.ring import RingReader, RingWriter
 from tp_runtime.transport.trace_area import TraceArea
 from tp_runtime.transport.worker_fds import WorkerDescriptors
 from tp_runtime.workers.batch_state import BatchState
-from tp_runtime.workers.decode_graphs import DecodeGraphs, graph_sizes
+from tp_runtime.workers.decode_graphs import DecodeGraphs, first_sizes, graph_sizes
 from tp_runtime.workers.device import choose_device, choose_dtype, join_group
 from tp_runtime.workers.gather_sampler import GatherSampler
 from tp_runtime.workers.kv_cache import KVGeometry, MemoryBefore, max_blocks
+from tp_runtime.workers.later_graphs import LaterGraphs
 from tp_runtime.workers.loader import count_parameters, fill_dummy, load_weights, model_digest
 from tp_runtime.workers.loop import WorkerLoop
 from tp_runtime.workers.models.decoder import CausalLM
 from tp_runtime.workers.models.registry import build_model
 from tp_runtime.workers.prefill_check import record_prefills
-from tp_runtime.workers.prefill_graphs import ROOM_TOKENS, PrefillGraphs, rooms_for
+from tp_runtime.workers.prefill_graphs import PrefillGraphs, rooms_for
 from tp_runtime.workers.runner import Runner
 from tp_runtime.workers.sampler import Sampler
 from tp_runtime.workers.sharded_sampler import ShardedSampler
@@ -59,6 +60,10 @@ from tp_runtime.workers.tune_products import tune_products
 from tp_runtime.workers.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
+
+GRAPH_BYTES = 1 << 30
+"""Kept free for graphs: what one step allocates, their kernels' arguments (a MiB or two each), the
+workspaces of libraries on their stream. Estimated."""
 
 
 class Worker:
@@ -103,9 +108,10 @@ class Worker:
         runner = self._build(device, group, before)
         gc.collect()
         gc.freeze()  # the model's objects never die; the collector need not look at them again
-        graphs = runner.graphs
+        graphs, later = runner.graphs, runner.later_graphs
         sizes = [] if graphs is None else list(graphs.sizes)
-        self.status.send(WorkerReady(self.rank, sizes, self.clock.stop()))
+        left = 0 if later is None else len(later)
+        self.status.send(WorkerReady(self.rank, sizes, left, self.clock.stop()))
         trace = None
         if self.config.trace:
             trace = StepTrace(TraceArea.of_rank(self.heartbeat.fd, self.local_rank), device)
@@ -156,7 +162,13 @@ class Worker:
                 digest=model_digest(model_config, max_model_len, dtype),
                 num_parameters=count_parameters(model),
                 max_kv_blocks=max_blocks(
-                    config, geometry, device, before, peak, config.max_num_seqs * per_row
+                    config,
+                    geometry,
+                    device,
+                    before,
+                    peak,
+                    self._graph_bytes(model, backend, device),
+                    config.max_num_seqs * per_row,
                 ),
                 block_size=block_size,
                 kv_block_bytes=geometry.block_bytes,
@@ -173,8 +185,11 @@ class Worker:
         sampler = self._sampler(group, model)
         self.clock.enter("graphs")
         graphs = self._record_graphs(model, kv, state, sampler, backend)
-        prefill_graphs = self._record_prefill_graphs(model, kv, state, group, backend)
-        return Runner(model, kv, state, sampler, group, graphs, prefill_graphs)
+        prefill_graphs = self._record_prefill_graphs(
+            model, kv, state, group, backend, max_model_len
+        )
+        later = self._later_graphs(group, device, graphs, prefill_graphs)
+        return Runner(model, kv, state, sampler, group, graphs, prefill_graphs, later)
 
     def _with_symmetric_memory(
         self, group: TPGroup, hidden: int, dtype: torch.dtype, device: torch.device
@@ -219,10 +234,11 @@ class Worker:
         sampler: Sampler,
         backend: AttentionBackend,
     ) -> DecodeGraphs | None:
-        if not self._can_record(state, backend):
+        if not self._can_record(state.device, backend):
             return None
         graphs = DecodeGraphs(model, kv, state, sampler, graph_sizes(self.config.max_num_seqs))
-        graphs.record()
+        for size in first_sizes(graphs.sizes):
+            graphs.record(size)
         return graphs
 
     def _record_prefill_graphs(
@@ -232,28 +248,49 @@ class Worker:
         state: BatchState,
         group: TPGroup,
         backend: AttentionBackend,
+        max_model_len: int,
     ) -> PrefillGraphs | None:
-        """None where they are not asked for, cannot be had, or do not do what they should; the log
-        says so."""
-        if not self.config.prefill_graphs:
-            return None
-        graphs = None
+        """The first of them. None where they are not wanted or cannot be had, or, and then the log
+        says so, where they do not do what they should."""
         rooms = rooms_for(self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        if not self._can_record(state, backend):
-            wrong = f"{backend.name} on {state.device.type} records no steps"
-        elif not rooms:
-            wrong = f"--max-num-batched-tokens is below {ROOM_TOKENS[0]}"
-        else:
-            graphs, wrong = record_prefills(model, kv, state, group, rooms)
+        if (
+            self.config.disable_prefill_graphs
+            or not self._can_record(state.device, backend)
+            or not rooms
+        ):
+            return None
+        graphs, wrong = record_prefills(model, kv, state, group, rooms, max_model_len)
         if wrong and self.rank == 0:
-            logger.warning("tp_runtime: Steps with prompts run without graphs: %s.", wrong)
+            logger.warning(
+                "tp_runtime: Steps with prompts run without graphs: %s "
+                "(--disable-prefill-graphs does not try).",
+                wrong,
+            )
         return graphs
 
-    def _can_record(self, state: BatchState, backend: AttentionBackend) -> bool:
+    def _later_graphs(
+        self,
+        group: TPGroup,
+        device: torch.device,
+        decode: DecodeGraphs | None,
+        prefill: PrefillGraphs | None,
+    ) -> LaterGraphs:
+        """What is not recorded yet; steps with prompts, which gain most, come first."""
+        prompts = [] if prefill is None else prefill.later()
+        return LaterGraphs(group, device, prompts + ([] if decode is None else decode.later()))
+
+    def _graph_bytes(self, model: CausalLM, backend: AttentionBackend, device: torch.device) -> int:
+        """Every decode graph has logits of its own; what all of them share is less than the rest
+        of GRAPH_BYTES."""
+        if not self._can_record(device, backend):
+            return 0
+        rows = sum(graph_sizes(self.config.max_num_seqs))
+        return GRAPH_BYTES + rows * model.lm_head.weight.shape[0] * model.place.dtype.itemsize
+
+    def _can_record(self, device: torch.device, backend: AttentionBackend) -> bool:
         """Steps run eagerly on a CPU, under --enforce-eager, and with a back-end whose calls cannot
         be recorded."""
-        on_gpu = state.device.type == "cuda"
-        return on_gpu and not self.config.enforce_eager and backend.graph_safe
+        return device.type == "cuda" and not self.config.enforce_eager and backend.graph_safe
 
     def _await_allocation(self) -> AllocateKV:
         received = self.status.receive()

@@ -17,6 +17,7 @@ from tp_runtime.launch.bench.coordinator import int_list
 from tp_runtime.launch.bench.copy_rate import measure_copy_rate
 from tp_runtime.launch.bench.peers import BATCH_ONE, CONDITIONS
 from tp_runtime.launch.bench.report import print_json, print_table
+from tp_runtime.launch.bench.settled import wait_until_settled
 from tp_runtime.launch.bench.target import (
     POSITIVE,
     Target,
@@ -67,6 +68,7 @@ def latency_command(
         copy_rate = measure_copy_rate() if target.config.device == "cuda" else None
         with LLM(**llm_arguments(target.config)) as llm:
             address = llm.client.address
+            wait_until_settled(address)
             # The first call of all is no measure.
             measure(address, target, max(batches), input_len, min(8, output_len), 1)
             rows = [

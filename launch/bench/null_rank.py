@@ -28,6 +28,8 @@ from tp_runtime.transport.worker_fds import WorkerDescriptors
 
 BLOCK_SIZE = 16
 GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+GRAPHS_LEFT = 3
+"""Of which nothing is recorded, but they are asked for as a worker's are."""
 ENVIRONMENT = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
 
@@ -49,7 +51,7 @@ def null_worker(step_us: int) -> Callable[[EngineConfig, RankPlace, int, list[in
             )
         )
         status.receive()
-        status.send(WorkerReady(place.rank, GRAPH_SIZES))
+        status.send(WorkerReady(place.rank, GRAPH_SIZES, GRAPHS_LEFT))
         _answer_plans(
             RingReader(ends.plan_ring, ends.plan_doorbell, place.local_rank),
             RingWriter(ends.answer_ring, [ends.answer_doorbell]),

@@ -16,6 +16,7 @@ from tp_runtime.async_client import AsyncClient
 from tp_runtime.errors import ConfigError
 from tp_runtime.launch.bench.null_server import NullServer
 from tp_runtime.launch.bench.report import percentile, print_json, print_table
+from tp_runtime.launch.bench.settled import wait_until_settled
 from tp_runtime.launch.bench.target import POSITIVE, open_target, target_options
 from tp_runtime.local_server import LocalServer
 from tp_runtime.sampling_params import SamplingParams
@@ -98,6 +99,7 @@ def serve_command(
     null = null_step_ms if null_workers else None
     with _server(model, address, null, load["background"], options) as server:
         conditions, where = server
+        wait_until_settled(where)
         served, info = asyncio.run(_measure(where, *load.values()))
     conditions |= {
         **load,

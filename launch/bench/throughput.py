@@ -11,6 +11,7 @@ from tp_runtime.errors import RequestFailedError
 from tp_runtime.launch.bench.peers import CONDITIONS, THROUGHPUT
 from tp_runtime.launch.bench.reference_check import TOKENS, check_against_reference
 from tp_runtime.launch.bench.report import print_json, print_table
+from tp_runtime.launch.bench.settled import wait_until_settled
 from tp_runtime.launch.bench.target import Target, llm_arguments, open_target, target_options
 from tp_runtime.launch.bench.workload import (
     GENERATED_TOKENS,
@@ -65,6 +66,7 @@ def _run(target: Target, work: Workload) -> list[float]:
     seconds = []
     params = work.params()
     with LLM(**llm_arguments(target.config)) as llm:
+        wait_until_settled(llm.client.address)
         for _ in range(RUNS):
             started = time.perf_counter()
             outputs = llm.generate(

@@ -100,7 +100,7 @@ class FakeKeeper:
 
     def ready(self) -> None:
         assert self.status is not None
-        self.status.send(WorkerReady(self.rank, [1, 2]))
+        self.status.send(WorkerReady(self.rank, [1, 2], 3))
 
     def beat(self, step: int, phase: Phase) -> None:
         assert self.heartbeat is not None

@@ -82,6 +82,8 @@ def _act(drive: Drive, rng: random.Random, action: str, name: int) -> None:
                 del drive.seqs[seq.key], drive.outputs[seq.key]
     elif action == "plan":
         drive.plan()
+    elif action == "record":
+        drive.plan(record=True)
     elif action == "commit" and drive.under_way:
         drive.commit(rng.randint(1, len(drive.under_way)))
     elif action == "cancel" and drive.seqs:
@@ -109,7 +111,7 @@ actions = st.lists(
         + ["plan"] * 8
         + ["commit"] * 6
         + ["masks"] * 3
-        + ["cancel", "preempt", "crash", "only", "all", "spare"]
+        + ["cancel", "preempt", "crash", "only", "all", "spare", "record"]
     ),
     min_size=40,
     max_size=160,

@@ -50,7 +50,7 @@ def test_workers_agree_on_the_fewest_blocks_and_are_ready_together(make):
     under.until(lambda: under.group.state is GroupState.READY)
     (agreement,) = under.events.agreements
     assert (agreement.num_blocks, agreement.block_size) == (7, 16)
-    assert agreement.graph_sizes == (1, 2)
+    assert (agreement.graph_sizes, agreement.graphs_left) == ((1, 2), 3)
     assert agreement.num_parameters == 300
     assert [place.pid for place in under.group.generation.places] == [1000, 1001, 1002]
 

@@ -51,14 +51,8 @@ def test_flags_are_named_as_people_know_them():
 def test_what_is_on_by_itself_has_a_flag_to_switch_it_off():
     assert config_of("m", "--disable-product-tuning").disable_product_tuning
     assert config_of("m", "--disable-custom-all-reduce").disable_custom_all_reduce
+    assert config_of("m", "--disable-prefill-graphs").disable_prefill_graphs
     assert not config_of("m").disable_product_tuning
-
-
-def test_prefill_graphs_are_asked_for_and_not_with_enforce_eager():
-    assert config_of("m", "--prefill-graphs").prefill_graphs
-    assert not config_of("m").prefill_graphs
-    with pytest.raises(ConfigError, match="exclude each other"):
-        config_of("m", "--prefill-graphs", "--enforce-eager")
 
 
 def test_a_value_out_of_range_names_the_flag_and_the_range():

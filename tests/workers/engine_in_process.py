@@ -91,10 +91,12 @@ class EngineInProcess:
             self.runner.graphs = DecodeGraphs(
                 model, kv, state, self.runner.sampler, self.limits.graph_sizes
             )
-            self.runner.graphs.record()
+            for size in reversed(self.runner.graphs.sizes):
+                self.runner.graphs.record(size)
         if rooms:
             self.runner.prefill_graphs = PrefillGraphs(model, kv, state, rooms)
-            self.runner.prefill_graphs.record()
+            for room in reversed(self.runner.prefill_graphs.rooms):
+                self.runner.prefill_graphs.record(room)
 
     def add(self, name: str, prompt: list[int], params: SamplingParams, seed: int = 0) -> Sequence:
         seq = Sequence(SeqKey(name), prompt, params, seed=seed)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.gloo_pool import GlooPool
 from tests.tiny_models import make_tiny
 from tests.workers.engine_in_process import EngineInProcess
 from tp_runtime.engine_config import EngineConfig
+from tp_runtime.messages import Chunk
 from tp_runtime.ops.attention.metadata import DecodeMetadata, PrefillMetadata
 from tp_runtime.ops.attention.reference import ReferenceBackend
 from tp_runtime.ops.group import TPGroup
@@ -19,9 +23,12 @@ from tp_runtime.sampling_params import SamplingParams
 from tp_runtime.workers import prefill_graphs
 from tp_runtime.workers.prefill_check import record_prefills
 from tp_runtime.workers.prefill_graphs import PrefillGraphs, Room, rooms_for
+from tp_runtime.workers.runner import Runner
+from tp_runtime.workers.sharded_sampler import ShardedSampler
 from tp_runtime.workers.worker import Worker
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+DIFFERS = "a recorded step differs from the same step run eagerly"
 ROOMS = (Room(0, 16), Room(0, 64), Room(3, 16), Room(3, 64), Room(8, 128))
 
 
@@ -135,18 +142,42 @@ def test_padding_is_inert_even_when_unset_memory_is_nan(
 def test_the_smallest_room_is_taken_and_none_where_nothing_fits(folder: Path) -> None:
     graphs = EngineInProcess(folder, rooms=ROOMS, max_num_seqs=8).runner.prefill_graphs
     assert isinstance(graphs, PrefillGraphs)
-    assert graphs.fitting(0, 1, 1) == Room(0, 16)
-    assert graphs.fitting(0, 17, 2) == Room(0, 64)
-    assert graphs.fitting(1, 16, 1) == Room(3, 16)
-    assert graphs.fitting(4, 16, 1) == Room(8, 128)
-    assert graphs.fitting(0, 16, 9) is None
-    assert graphs.fitting(9, 16, 1) is None
-    assert graphs.fitting(0, 129, 1) is None
+
+    def fitting(rows: int, *chunks: int, start: int = 0) -> Room | None:
+        return graphs.fitting(
+            rows, [Chunk(0, start, bytes(4 * size), sample=True) for size in chunks]
+        )
+
+    assert fitting(0, 1) == Room(0, 16)
+    assert fitting(0, 9, 8) == Room(0, 64)
+    assert fitting(1, 16) == Room(3, 16)
+    assert fitting(4, 16) == Room(8, 128)
+    assert fitting(0, *[2] * 8) == Room(0, 64)  # more chunks than the room of 16 tokens has
+    assert fitting(0, *[2] * 9) is None
+    assert fitting(9, 16) is None
+    assert fitting(0, 129) is None
+    assert fitting(0, 1, start=prefill_graphs.LONGEST_PREFIX) == Room(0, 16)
+    assert fitting(0, 1, start=prefill_graphs.LONGEST_PREFIX + 1) is None
+
+
+def test_a_room_that_is_not_recorded_is_not_taken(folder: Path) -> None:
+    runner = EngineInProcess(folder, max_num_seqs=8).runner
+    graphs = PrefillGraphs(runner.model, runner.kv, runner.state, ROOMS)
+    chunk = [Chunk(0, 0, bytes(4), sample=True)]
+    assert graphs.fitting(0, chunk) is None
+    graphs.record(Room(8, 128))
+    assert graphs.fitting(0, chunk) == Room(8, 128)
+    graphs.record(Room(0, 16))
+    assert graphs.fitting(0, chunk) == Room(0, 16)
+    for later in graphs.later():
+        later.record()
+    assert [graphs.fitting(rows, chunk) for rows in (0, 2, 4)] == [ROOMS[0], ROOMS[2], ROOMS[4]]
+    assert graphs.later() == []
 
 
 def test_rooms_end_with_the_largest_batch_and_the_largest_step() -> None:
-    assert rooms_for(1, 100) == ()
-    assert rooms_for(1, 128) == (Room(0, 128), Room(1, 128))
+    assert rooms_for(1, 63) == ()
+    assert rooms_for(1, 64) == (Room(0, 64), Room(1, 64))
     assert rooms_for(64, 300)[-1] == Room(64, 256)
     many = rooms_for(1000, 8192)
     assert {room.decode for room in many} == set(prefill_graphs.ROOM_ROWS)
@@ -154,18 +185,21 @@ def test_rooms_end_with_the_largest_batch_and_the_largest_step() -> None:
 
 
 class Forgetful(ReferenceBackend):
-    """Does something wrong once a step is recorded: no eager step has so large a bound."""
+    """Does something wrong once a step is recorded."""
 
     fault = "none"
 
     def prefill(self, q, k, v, k_cache, v_cache, meta: PrefillMetadata, scale, window):
-        out = super().prefill(q, k, v, k_cache, v_cache, meta, scale, window)
-        if meta.block_tables is not None and self.fault == "zeros":
-            return torch.zeros_like(out)
-        if meta.block_tables is not None and self.fault == "nan":
-            return out.fill_(float("nan"))
-        if meta.block_tables is not None and self.fault == "raises":
+        if meta.recorded and self.fault == "raises":
             raise RuntimeError("operation not permitted when stream is capturing")
+        if meta.recorded and self.fault == "no prefix":
+            lengths = meta.cu_seqlens_q.diff()
+            meta = dataclasses.replace(meta, context_lens=lengths)
+        out = super().prefill(q, k, v, k_cache, v_cache, meta, scale, window)
+        if meta.recorded and self.fault == "zeros":
+            return torch.zeros_like(out)
+        if meta.recorded and self.fault == "nan":
+            return out.fill_(float("nan"))
         return out
 
     def decode(self, q, k_cache, v_cache, meta: DecodeMetadata, scale, window):
@@ -174,7 +208,15 @@ class Forgetful(ReferenceBackend):
         return torch.zeros_like(out) if padded and self.fault == "decode" else out
 
 
-@pytest.mark.parametrize("fault", ["none", "zeros", "nan", "raises", "decode"])
+def recorded(
+    runner: Runner, max_model_len: int = 256, rooms: tuple[Room, ...] = ROOMS
+) -> tuple[PrefillGraphs | None, str]:
+    return record_prefills(
+        runner.model, runner.kv, runner.state, runner.group, rooms, max_model_len
+    )
+
+
+@pytest.mark.parametrize("fault", ["none", "zeros", "nan", "no prefix", "raises", "decode"])
 def test_a_start_finds_out_whether_recorded_steps_do_what_eager_ones_do(
     folder: Path, fault: str
 ) -> None:
@@ -183,35 +225,96 @@ def test_a_start_finds_out_whether_recorded_steps_do_what_eager_ones_do(
     backend.fault = fault
     runner = engine.runner
     tables = runner.state.block_tables.clone()
-    graphs, wrong = record_prefills(runner.model, runner.kv, runner.state, TPGroup.single(), ROOMS)
+    graphs, wrong = recorded(runner)
     assert (graphs is None) == (fault != "none") == bool(wrong)
     assert ("capturing" in wrong) == (fault == "raises")
     assert torch.equal(runner.state.block_tables, tables)
+    assert not any(bool(layer.k.any() or layer.v.any()) for layer in runner.kv)
+
+
+def test_a_start_sees_a_recorded_step_that_stores_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = PrefillGraphs.run
+
+    def forgetting(self: PrefillGraphs, room: Room, ids, positions, slots, *rest: Any):
+        return run(self, room, ids, positions, torch.full_like(slots, -1), *rest)
+
+    monkeypatch.setattr(PrefillGraphs, "run", forgetting)
+    graphs, wrong = recorded(EngineInProcess(folder, max_num_seqs=8).runner)
+    assert graphs is None
+    assert "differs" in wrong
+
+
+def test_the_check_stays_within_the_longest_sequence(folder: Path) -> None:
+    """Which need not fill its last block: positions behind it have no angle."""
+    runner = EngineInProcess(folder, max_model_len=100, block_size=16, max_num_seqs=8).runner
+    graphs, wrong = recorded(runner, 100)
+    assert graphs is not None, wrong
 
 
 @pytest.mark.parametrize("blocks", [2, 3, 6])
 def test_a_cache_that_is_too_small_to_ask_is_no_fault(folder: Path, blocks: int) -> None:
     runner = EngineInProcess(folder, num_blocks=blocks, max_num_seqs=8).runner
-    graphs, wrong = record_prefills(runner.model, runner.kv, runner.state, TPGroup.single(), ROOMS)
+    graphs, wrong = recorded(runner)
     assert graphs is not None
     assert wrong == ""
 
 
-@pytest.mark.parametrize("can_record", [False, True])
-def test_a_worker_that_is_asked_for_what_it_cannot_do_says_so(
+@pytest.mark.parametrize(
+    ("settings", "records", "fault", "said"),
+    [
+        ({}, True, "none", ""),
+        ({}, True, "zeros", "differs from the same step run eagerly (--disable-prefill-graphs"),
+        ({"disable_prefill_graphs": True}, True, "zeros", ""),
+        ({"max_num_batched_tokens": 63}, True, "zeros", ""),
+        ({}, False, "zeros", ""),  # a CPU, --enforce-eager: nothing is missing there
+    ],
+)
+def test_a_worker_has_graphs_of_prompts_where_they_work(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    can_record: bool,
+    settings: dict[str, Any],
+    records: bool,
+    fault: str,
+    said: str,
 ) -> None:
-    engine = EngineInProcess(folder)
+    backend = Forgetful()
+    engine = EngineInProcess(folder, backend=backend, max_num_seqs=8)
+    backend.fault = fault
     runner, worker = engine.runner, object.__new__(Worker)
-    worker.config = EngineConfig(model="m", prefill_graphs=True, max_num_batched_tokens=100)
+    worker.config = EngineConfig(**{"model": "m", "max_num_seqs": 8, **settings})
     worker.rank = 0
-    if can_record:
-        monkeypatch.setattr(worker, "_can_record", lambda state, backend: True)
-    place = (runner.model, runner.kv, runner.state, TPGroup.single(), ReferenceBackend())
-    assert worker._record_prefill_graphs(*place) is None
-    (record,) = caplog.records
-    why = "--max-num-batched-tokens is below 128" if can_record else "on cpu records no steps"
-    assert why in record.message
+    if records:
+        monkeypatch.setattr(worker, "_can_record", lambda device, backend: True)
+    place = (runner.model, runner.kv, runner.state, TPGroup.single(), backend, 256)
+    graphs = worker._record_prefill_graphs(*place)
+    assert (graphs is not None) == (records and fault == "none" and not settings)
+    assert [said in record.message for record in caplog.records] == [True] * bool(said)
+
+
+def of_two_ranks(group: TPGroup, folder: str, prompts: list[list[int]], fault: str) -> Any:
+    """Tokens of this rank's engine, with recorded prefills where all ranks have them."""
+    backend = Forgetful()
+    engine = EngineInProcess(Path(folder), backend=backend, group=group, sampler=ShardedSampler)
+    backend.fault = fault if group.rank == 1 else "none"
+    graphs, wrong = recorded(engine.runner, rooms=(Room(3, 64), Room(8, 128)))
+    backend.fault = "none"
+    engine.runner.prefill_graphs = graphs
+    seqs = []
+    for i, prompt in enumerate(prompts):
+        seqs.append(engine.add(str(i), prompt, GREEDY, seed=i))
+        engine.step()
+    engine.run()
+    return [seq.generated_ids for seq in seqs], wrong
+
+
+@pytest.mark.parametrize("fault", ["none", "zeros"])
+def test_two_ranks_have_recorded_prefills_together_or_not_at_all(
+    gloo_pool: Callable[[int], GlooPool], folder: Path, prompts: list[list[int]], fault: str
+) -> None:
+    want, _ = tokens(folder, prompts[:4], ())
+    (first, said), (second, cause) = gloo_pool(2).run(of_two_ranks, str(folder), prompts[:4], fault)
+    assert first == second == want
+    assert (said, cause) == (("", "") if fault == "none" else (DIFFERS, DIFFERS))

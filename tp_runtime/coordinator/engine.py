@@ -17,8 +17,9 @@ from tp_runtime.coordinator.activity import ActivityLog
 from tp_runtime.coordinator.event_loop import EventLoop
 from tp_runtime.coordinator.failure import Failure, first_cause
 from tp_runtime.coordinator.frontend import Frontend
+from tp_runtime.coordinator.graph_recording import GraphRecording
 from tp_runtime.coordinator.inbox import Inbox
-from tp_runtime.coordinator.limits import SchedulerLimits
+from tp_runtime.coordinator.limits import limits_of
 from tp_runtime.coordinator.load_log import LoadLog
 from tp_runtime.coordinator.metrics import Metrics
 from tp_runtime.coordinator.pace import StepPace
@@ -39,9 +40,8 @@ from tp_runtime.errors import (
     WorkerFailedError,
     error_from_code,
 )
-from tp_runtime.messages import Answer, Stop, encode
+from tp_runtime.messages import Answer, StepPlan, Stop, encode
 from tp_runtime.model_config import ModelConfig
-from tp_runtime.model_length import resolve_max_model_len
 from tp_runtime.run_folder import RunFolder
 from tp_runtime.transport.ring import RingReader
 from tp_runtime.transport.signal_pipe import SignalPipe
@@ -107,6 +107,7 @@ class Engine:
         self._next_activity = 0.0
         self._times = StepTimes(self.metrics, self._activity, self._trace)
         self._pace = StepPace()
+        self._recording = GraphRecording()
         self._fresh: list[SteadyTokens | list[SequenceUpdate]] = []
         """Of answered steps, not yet handed over."""
         self._draining_since: float | None = None
@@ -168,8 +169,8 @@ class Engine:
             self._quarantine.progress(self.scheduler)
             self._recovered_idle()
             stats = self.scheduler.stats()
-            group = self.group
-            self._state.take_stats(stats, group.restarts, self.metrics, group.recovery)
+            group, left = self.group, self._recording.left
+            self._state.take_stats(stats, group.restarts, left, self.metrics, group.recovery)
             if self._log is not None:
                 self._log.turn(now, stats)
         waited = self._times.oldest_age(now)
@@ -193,7 +194,7 @@ class Engine:
         if scheduler is None or generation is None or self.group.state is not GroupState.READY:
             return
         started = time.monotonic_ns()
-        while (plan := scheduler.plan()) is not None:
+        while (plan := self._next_plan(scheduler)) is not None:
             planned = time.monotonic_ns()
             message = encode(plan)
             try:
@@ -204,6 +205,12 @@ class Engine:
             published = time.monotonic_ns()
             self._times.published(plan.step, len(message), started, planned, published)
             started = published
+
+    def _next_plan(self, scheduler: Scheduler) -> StepPlan | None:
+        plan = scheduler.plan(self._recording.due(scheduler.has_work, scheduler.is_idle))
+        if plan is not None and plan.record:
+            self._recording.asked()
+        return plan
 
     def _from_answers(self) -> None:
         scheduler, generation = self.scheduler, self.group.generation
@@ -259,7 +266,7 @@ class Engine:
         generation = self.group.generation
         if generation is None:
             return
-        limits = self._limits(agreement)
+        limits = limits_of(self._config, self._model, agreement)
         self._frontend.texts.check_against(limits)
         if self.scheduler is None:
             self.scheduler = Scheduler(limits, generation.number)
@@ -269,6 +276,7 @@ class Engine:
             self._hand_over()
         self._times.forget()
         self._pace.forget()
+        self._recording.begin(agreement.graphs_left)
         self.scheduler.steps_ahead = self._config.run_ahead
         self.metrics.interrupted()
         self._activity.ready()
@@ -376,23 +384,6 @@ class Engine:
         self._status = status
 
     # ------------------------------------------------------------ small things
-
-    def _limits(self, agreement: CacheAgreement) -> SchedulerLimits:
-        config = self._config
-        return SchedulerLimits(
-            max_model_len=resolve_max_model_len(config, self._model),
-            vocab_size=self._model.vocab_size,
-            num_blocks=agreement.num_blocks,
-            block_size=agreement.block_size,
-            eos_token_ids=frozenset(self._model.eos_token_ids),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_queued_requests=config.max_num_queued_requests,
-            enable_prefix_caching=config.enable_prefix_caching,
-            run_ahead=config.run_ahead,
-            graph_sizes=agreement.graph_sizes,
-            check_every=1 if config.check else 0,
-        )
 
     def _say(self, state: str, text: str = "") -> None:
         self._folder.write_status(state, text)

@@ -17,10 +17,11 @@ class CacheAgreement:
     attention_backend: str
     num_parameters: int
     graph_sizes: tuple[int, ...] = ()
-    """Filled in when the ranks are ready."""
+    """Filled in when the ranks are ready, like the one below."""
+    graphs_left: int = 0
 
-    def with_graphs(self, sizes: Sequence[int]) -> CacheAgreement:
-        return replace(self, graph_sizes=tuple(sizes))
+    def with_graphs(self, sizes: Sequence[int], left: int) -> CacheAgreement:
+        return replace(self, graph_sizes=tuple(sizes), graphs_left=left)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from tp_runtime.coordinator.handshake import CacheAgreement
+from tp_runtime.engine_config import EngineConfig
+from tp_runtime.model_config import ModelConfig
+from tp_runtime.model_length import resolve_max_model_len
+
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerLimits:
@@ -41,3 +46,23 @@ class SchedulerLimits:
     def max_rows(self) -> int:
         """Rows of a batch. Every decode row runs in every step, so they must fit in the budget."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+
+def limits_of(
+    config: EngineConfig, model: ModelConfig, agreement: CacheAgreement
+) -> SchedulerLimits:
+    """For the workers that agreed on this."""
+    return SchedulerLimits(
+        max_model_len=resolve_max_model_len(config, model),
+        vocab_size=model.vocab_size,
+        num_blocks=agreement.num_blocks,
+        block_size=agreement.block_size,
+        eos_token_ids=frozenset(model.eos_token_ids),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_queued_requests=config.max_num_queued_requests,
+        enable_prefix_caching=config.enable_prefix_caching,
+        run_ahead=config.run_ahead,
+        graph_sizes=agreement.graph_sizes,
+        check_every=1 if config.check else 0,
+    )

@@ -158,12 +158,12 @@ class Scheduler:
 
     # ------------------------------------------------------------ planning
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, record: bool = False) -> StepPlan | None:
         """The next step, to be published in this order. None: nothing to do now, because nothing
-        runs or waits, or because an answer has to come first."""
-        if len(self.in_flight) >= self._window() or not self._clear_rows():
-            return None
-        if not self._make_room():
+        runs or waits, or because an answer has to come first. With `record` the workers record a
+        graph before it, and it may have no rows."""
+        full = len(self.in_flight) >= self._window()
+        if full or not self._clear_rows() or not self._make_room():
             return None
         batch = self._batch
         grown = self._due.growing(self._step)
@@ -178,20 +178,21 @@ class Scheduler:
             admitted = self._prefills.admit(budget, len(batch), self._only)
             entering = [chunk.seq for chunk in admitted]
             chunks += admitted
-        if not batch.num_decode and not chunks:
+        if not (batch.num_decode or chunks or record):
             return None
         moves = batch.settle(entering)
-        record = StepRecord(self._step, batch.decode, chunks, batch.decode, grown)
+        step = StepRecord(self._step, batch.decode, chunks, batch.decode, grown)
         if chunks:
-            record.sampled += tuple(chunk.seq for chunk in chunks if chunk.sample)
+            step.sampled += tuple(chunk.seq for chunk in chunks if chunk.sample)
             self.counters.prompt_tokens += sum(chunk.size for chunk in chunks)
         if batch.num_with_grammar:
-            record.with_grammar = tuple(s for s in record.sampled if s.grammar is not None)
+            step.with_grammar = tuple(s for s in step.sampled if s.grammar is not None)
         for seq in entering:
             self._watched.add(seq)
         check = bool(self.limits.check_every) and self._step % self.limits.check_every == 0
-        plan = build_plan(self.generation, record, batch, entering, moves, check)
-        self._advance(record)
+        plan = build_plan(self.generation, step, batch, entering, moves, check)
+        plan.record = record
+        self._advance(step)
         return plan
 
     def _window(self) -> int:

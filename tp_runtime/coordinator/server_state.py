@@ -40,7 +40,12 @@ class ServerState:
         self._info = msgspec.structs.replace(self._info, **fields)
 
     def take_stats(
-        self, stats: SchedulerStats, restarts: int, metrics: Metrics, recovery: RecoveryClock
+        self,
+        stats: SchedulerStats,
+        restarts: int,
+        graphs_left: int,
+        metrics: Metrics,
+        recovery: RecoveryClock,
     ) -> None:
         """A snapshot of the scheduler's counters and of what was measured."""
         counters = stats.counters
@@ -56,6 +61,7 @@ class ServerState:
                 "generated_tokens": float(counters.generated_tokens),
                 "preemptions": float(counters.preemptions),
                 "worker_restarts": float(restarts),
+                "graphs_left": float(graphs_left),
                 **metrics.samples(stats, recovery),
             }
         )

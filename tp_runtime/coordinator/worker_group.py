@@ -210,7 +210,7 @@ class WorkerGroup:
             self._worked = True
             self.recovery.enter(Part.PREFILL)
             log_start(message)
-            self._events.on_ready(agreement.with_graphs(message.graph_sizes))
+            self._events.on_ready(agreement.with_graphs(message.graph_sizes, message.graphs_left))
 
     # ------------------------------------------------------------ failure
 

@@ -1,0 +1,85 @@
+"""When the workers are asked to record what they put off."""
+
+from __future__ import annotations
+
+from tests.coordinator.driving import Drive, check_outputs, make_limits, make_seq
+from tp_runtime.coordinator.graph_recording import BUSY_S, IDLE_S, GraphRecording
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_nothing_is_due_before_ready_and_after_the_last() -> None:
+    clock = Clock()
+    recording = GraphRecording(clock)
+    clock.now += 10
+    assert not recording.due(has_work=False, is_idle=True)
+    recording.begin(1)
+    clock.now += IDLE_S
+    assert recording.due(has_work=False, is_idle=True)
+    recording.asked()
+    clock.now += 10
+    assert not recording.due(has_work=False, is_idle=True)
+    assert not recording.due(has_work=True, is_idle=False)
+
+
+def test_an_idle_server_records_one_after_the_other() -> None:
+    clock = Clock()
+    recording = GraphRecording(clock)
+    recording.begin(3)
+    assert not recording.due(has_work=False, is_idle=True)
+    clock.now += IDLE_S
+    for left in (2, 1, 0):
+        assert recording.due(has_work=False, is_idle=True)
+        recording.asked()
+        assert recording.left == left
+        assert not recording.due(has_work=False, is_idle=False)  # that one is under way
+
+
+def test_requests_put_it_off() -> None:
+    clock = Clock()
+    recording = GraphRecording(clock)
+    recording.begin(3)
+    clock.now += BUSY_S - 0.01
+    assert not recording.due(has_work=True, is_idle=False)
+    clock.now += 0.005
+    assert not recording.due(has_work=False, is_idle=True)
+    clock.now += IDLE_S
+    assert recording.due(has_work=False, is_idle=True)
+
+
+def test_a_busy_server_records_one_at_a_time() -> None:
+    clock = Clock()
+    recording = GraphRecording(clock)
+    recording.begin(2)
+    clock.now += BUSY_S
+    assert recording.due(has_work=True, is_idle=False)
+    recording.asked()
+    clock.now += BUSY_S / 2
+    assert not recording.due(has_work=True, is_idle=False)
+    clock.now += BUSY_S / 2
+    assert recording.due(has_work=True, is_idle=False)
+
+
+def test_steps_that_record_disturb_nobody() -> None:
+    drive = Drive(make_limits(run_ahead=4, graph_sizes=(1, 2, 4)))
+    plan = drive.plan(record=True)
+    assert plan is not None
+    assert (plan.record, plan.num_rows, plan.num_decode) == (True, 0, 0)
+    assert not drive.scheduler.is_idle
+    assert drive.plan() is None
+    drive.commit()
+    assert drive.scheduler.is_idle
+    drive.add(make_seq("a", 5, 20), make_seq("b", 9, 12))
+    while drive.scheduler.has_work:
+        plan = drive.plan(record=True)
+        assert plan is None or plan.record
+        drive.commit()
+    drive.run()
+    check_outputs(drive)
+    assert drive.ends
