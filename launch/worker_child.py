@@ -23,6 +23,14 @@ from tp_runtime.launch.rank_environment import THREAD_VARIABLES, RankPlace
 WORKER_DESCRIPTORS = 6
 """Plan ring, its doorbell, answer ring, its doorbell, heartbeat page, status socket."""
 
+_FOR_GPUS = (
+    "triton",
+    "triton.experimental.gluon.nvidia.hopper",
+    "tp_runtime.ops.kernels.paged_decode",
+    "tp_runtime.ops.kernels.row_linear",
+    "tp_runtime.ops.kernels.skinny_linear",
+)
+
 WorkerMain = Callable[[EngineConfig, RankPlace, int, list[int]], None]
 """Runs a worker: config, place, generation, the six descriptors. Need not return."""
 
@@ -57,9 +65,11 @@ def _import_for_gpus(attention_backend: str) -> None:
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         return
     flash = attention_backend == "auto" or attention_backend.startswith("flash-attn")
-    for name in ("triton", *(("flash_attn_interface", "flash_attn") if flash else ())):
+    for name in (*_FOR_GPUS, *(("flash_attn_interface", "flash_attn") if flash else ())):
         with contextlib.suppress(Exception):  # the worker says what it misses, if it needs it
             importlib.import_module(name)
+    with contextlib.suppress(Exception):  # a hash of all of Triton, which it remembers
+        importlib.import_module("triton.runtime.cache").triton_key()
 
 
 def fork_hazard() -> str | None:

@@ -32,10 +32,12 @@ class SharedMemory:
     """Memory of this rank, zero at first, that the others of its group can write after `share`."""
 
     def __init__(self, words: int, device: torch.device) -> None:
-        import torch.distributed._symmetric_memory as symmetric_memory
+        # Not torch.distributed._symmetric_memory, which calls the same: in torch 2.11 it imports
+        # 550 modules, and a worker would do that after every fork.
+        from torch._C._distributed_c10d import _SymmetricMemory
 
-        self._module = symmetric_memory
-        self.tensor = symmetric_memory.empty((words,), dtype=torch.int64, device=device)
+        self._memory = _SymmetricMemory
+        self.tensor = _SymmetricMemory.empty_strided_p2p((words,), (1,), torch.int64, device)
         self.tensor.zero_()
         self._handle: object = None
 
@@ -44,7 +46,7 @@ class SharedMemory:
         world = dist.group.WORLD
         if world is None:
             raise RuntimeError("there is no process group")
-        handle = self._module.rendezvous(self.tensor, world)
+        handle = self._memory.rendezvous(self.tensor, world.group_name)
         self._handle = handle
         addresses = list(handle.buffer_ptrs)
         return torch.tensor(addresses, dtype=torch.int64, device=self.tensor.device)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tp_runtime.ops.sharding import Shard
+from tp_runtime.ops.staging import copy_in
 
 
 class TensorSource(Protocol):
@@ -50,5 +51,5 @@ def fill(destination: Tensor, source: TensorSource, dim: int, shard: Shard) -> i
 
     Returns the number of elements written. An empty range reads nothing."""
     if destination.numel():
-        destination.copy_(read_range(source, dim, shard))
+        copy_in(destination, read_range(source, dim, shard))
     return destination.numel()

@@ -2,8 +2,8 @@
 
 A step of n rows runs the graph of the next larger size that is recorded. Rows n and up are padding:
 their slot is -1, their context is empty, nothing of them is stored. The number of rows is a device
-word, so one graph serves every n up to its size. The graphs read the batch state (last ids, positions, tables,
-sampling parameters) and advance it; the host writes no value between two steps.
+word, so one graph serves every n up to its size. The graphs read the batch state (last ids,
+positions, tables, sampling parameters) and advance it; the host writes no value between two steps.
 
 Sampling that needs the host's knowledge (truncation, penalties, bias, logprobs) draws from the
 model graph's logits without a sampler graph.
