@@ -152,11 +152,11 @@ def _check_prompt_logprobs(drive: Drive) -> None:
 class _ToldAtOnce(Drive):
     """Its prefix cache learns of every block as soon as its contents are known."""
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, record: bool = False) -> StepPlan | None:
         tables = self.scheduler._tables
         for seq in tables._open:
             tables.offer(seq)
-        return super().plan()
+        return super().plan(record)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
