@@ -26,7 +26,7 @@ class GraphTimer:
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def record(self, work: Work, calls: int) -> Callable[[], float]:
-        """`work` must not allocate. It is called once more, before, to load what it needs."""
+        """`work` is called once more, before, to load what it needs."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):

@@ -24,18 +24,20 @@ def product(
     """x [rows, inputs], weight [outputs, inputs] -> [rows, outputs].
 
     A few rows on a GPU are a read of the weight at memory speed, where our own kernels are ahead of
-    the library's; everything else is the library's, by the algorithm of `tuned` where there is one
-    and no bias."""
+    the library's, but for what `tuned` has found to be faster; everything else is the library's, by
+    the algorithm of `tuned` where there is one and no bias."""
     if runs_kernels(x) and x.dim() == 2 and x.shape[0] == 1 and x.shape[1]:
         from tp_runtime.ops.kernels.row_linear import row_linear  # triton: CUDA only
 
         return row_linear(x, weight, bias)[0]
+    y = tuned.multiply(x, weight) if tuned is not None and bias is None else None
+    if y is not None:
+        return y
     if is_skinny(x, most_skinny_rows(weight)):
         from tp_runtime.ops.kernels.skinny_linear import skinny_linear  # triton: CUDA only
 
         return skinny_linear(x, weight, bias)
-    y = tuned.multiply(x, weight) if tuned is not None and bias is None else None
-    return F.linear(x, weight, bias) if y is None else y
+    return F.linear(x, weight, bias)
 
 
 def product_into(out: Tensor, x: Tensor, weight: Tensor, tuned: TunedProduct | None = None) -> None:
@@ -46,7 +48,7 @@ def product_into(out: Tensor, x: Tensor, weight: Tensor, tuned: TunedProduct | N
 
 
 def most_skinny_rows(weight: Tensor) -> int:
-    """Up to how many rows a product with this weight is our own kernels'."""
+    """Up to how many rows a product with this weight is our own kernels' if nothing is tuned."""
     return MAX_SMALL_SKINNY_ROWS if weight.numel() < _SMALL_WEIGHT else MAX_SKINNY_ROWS
 
 

@@ -3,7 +3,8 @@
 The heuristic answers with a few algorithms for each number of rows; nearly all of them work for any
 number of rows, and the fastest for one is often among the proposals for another. So all that were
 proposed for similar numbers are tried for each. An algorithm is believed only when its result is
-that of torch and it is ahead of torch by more than what timings differ by.
+torch's and it is ahead of torch, or of our own kernel where that is what the product would be, by
+more than what timings differ by.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from torch import Tensor
 
 from tp_runtime.ops.cublas_lt import CublasLtError, Problem
 from tp_runtime.ops.graph_timer import Timer, Work
+from tp_runtime.ops.product import is_skinny, most_skinny_rows, product
 from tp_runtime.ops.tuned_product import PREFILL_ROWS, Launch, ProductLibrary
 
 logger = logging.getLogger(__name__)
 
 MUST_SAVE = 0.02
-"""Part of torch's time by which an algorithm must be ahead."""
+"""Part of the time without tuning by which an algorithm must be ahead."""
 FINALISTS = 4
 _TURNS = 5
-"""Timings of each finalist and of torch in turn; the median counts."""
+"""Timings of each finalist and of what is done without it in turn; the median counts."""
 
-_ASK_FOR_FEW = (32, 40, 48, 56, *range(64, 257, 16), 288, 320, 384, 448, 512)
+_ASK_FOR_FEW = (24, 32, 40, 48, 56, *range(64, 257, 16), 288, 320, 384, 448, 512)
 _ASK_FOR_MANY = (1024, 2048, 3072, 4096, 6144, 8192, 9000, 12288, 16384)
 """Numbers of rows whose proposals are tried for decode steps and for prefills."""
 _SIMILAR = 1.6
@@ -70,23 +72,30 @@ class ProductSearch:
         self._proposed: dict[Problem, list[bytes]] = {}
 
     def fastest(self, weights: Sequence[Tensor], rows: int) -> bytes | None:
-        """The algorithm that beats torch for x [rows, inputs] and weights [outputs, inputs], all of
-        one shape and dtype, that come from memory in turn. None: none does.
+        """The algorithm that beats what `product` does without one, for x [rows, inputs] and
+        weights [outputs, inputs], all of one shape and dtype, that come from memory in turn. None:
+        none does.
 
         Raises OutOfTime, CublasLtError."""
         x, y = self._operands(weights[0], rows)
 
-        def by_torch(number: int) -> None:
-            torch.mm(x, weights[number % len(weights)].t(), out=y)
+        own = is_skinny(x, most_skinny_rows(weights[0]))
 
-        calls = _calls(weights[0], self._timer.record(by_torch, 1)())
+        def untuned(number: int) -> None:
+            weight = weights[number % len(weights)]
+            if own:
+                product(x, weight)
+            else:
+                torch.mm(x, weight.t(), out=y)
+
+        calls = _calls(weights[0], self._timer.record(untuned, 1)())
         tried = self._timed_once(x, weights, y, calls)
         best = sorted(tried, key=lambda one: one.us)[:FINALISTS]
-        torch_us, *again = self._in_turns([by_torch, *(one.work for one in best)], calls)
+        before, *again = self._in_turns([untuned, *(one.work for one in best)], calls)
         for us, one in sorted(zip(again, best, strict=True), key=lambda pair: pair[0]):
-            if us < (1 - MUST_SAVE) * torch_us and _is_right(one.launch, x, weights[0], y):
-                what = (*reversed(weights[0].shape), rows, us, len(tried), torch_us)
-                logger.info("%d -> %d, %d rows: %.1f us, best of %d; torch %.1f us", *what)
+            if us < (1 - MUST_SAVE) * before and _is_right(one.launch, x, weights[0], y):
+                what = (*reversed(weights[0].shape), rows, us, len(tried), before)
+                logger.info("%d -> %d, %d rows: %.1f us, best of %d; before %.1f us", *what)
                 return one.algorithm
         return None
 

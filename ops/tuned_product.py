@@ -16,6 +16,8 @@ from torch import Tensor
 
 from tp_runtime.ops.cublas_lt import POINTER_ALIGNMENT, Problem
 
+FEWEST_ROWS = 17
+"""With fewer our own kernels are ahead of all that the library has."""
 DECODE_ROWS = (32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 """Numbers of rows that stand for themselves and fewer, down to the next: an algorithm's tiles take
 as long for less."""
@@ -42,8 +44,8 @@ class ProductLibrary(Protocol):
 
 
 class TunedProduct:
-    """`algorithms` maps a number of rows to the algorithm that beats torch's choice, or to None
-    where none does."""
+    """`algorithms` maps a number of rows to the algorithm that beats what is done without it, or to
+    None where none does."""
 
     def __init__(self, library: ProductLibrary, algorithms: Mapping[int, bytes | None]) -> None:
         self._library = library
@@ -55,7 +57,9 @@ class TunedProduct:
 
     def algorithm(self, rows: int) -> bytes | None:
         """That of the next larger number of rows that was tuned for decode steps, or of the next
-        smaller one that was tuned for prefills. None: torch's choice is taken."""
+        smaller one that was tuned for prefills. None: what is done without it is as good."""
+        if rows < FEWEST_ROWS:
+            return None
         if rows < PREFILL_ROWS[0]:
             at = bisect.bisect_left(self._decode, rows)
             return self._algorithms[self._decode[at]] if at < len(self._decode) else None

@@ -24,7 +24,7 @@ class LaterGraph:
     """`record` makes the graph, which nothing uses before that; after `forget` nothing does."""
 
     record: Callable[[], None]
-    forget: Callable[[], None]
+    forget: Callable[[], object]
 
 
 class LaterGraphs:

@@ -20,7 +20,6 @@ from tp_runtime.ops.cublas_lt import CublasLt, CublasLtError, CublasLtUnavailabl
 from tp_runtime.ops.embedding import ParallelLMHead
 from tp_runtime.ops.graph_timer import GraphTimer
 from tp_runtime.ops.linear import PackedColumnLinear, RowParallelLinear
-from tp_runtime.ops.product import most_skinny_rows
 from tp_runtime.ops.product_search import ProductSearch
 from tp_runtime.ops.product_store import ProductStore
 from tp_runtime.ops.product_tuning import ProductFamily, ProductTuning
@@ -88,10 +87,9 @@ def layers_by_shape(model: torch.nn.Module) -> list[list[TunedLayer]]:
 
 def family_of(layers: list[TunedLayer], config: EngineConfig) -> ProductFamily:
     """Their weights and the numbers of rows worth a choice."""
-    few = most_skinny_rows(layers[0].weight)
     # Up to the first that holds the largest batch.
     below = sum(size < config.max_num_seqs for size in DECODE_ROWS)
-    rows = [size for size in DECODE_ROWS[: below + 1] if size > few]
+    rows = list(DECODE_ROWS[: below + 1])
     if not isinstance(layers[0], ParallelLMHead):  # which sees one row per sequence
         rows += [size for size in PREFILL_ROWS if size <= config.max_num_batched_tokens]
     return ProductFamily([layer.weight for layer in layers], rows)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.ops.fake_products import TORCH_US, FakeLibrary, FakeTimer, named, weights_of
+from tp_runtime.ops import product_search
 from tp_runtime.ops.product_search import OutOfTime, ProductSearch
 
 ROWS, PREFILL = 48, 2048
@@ -106,3 +107,16 @@ def test_an_algorithm_found_earlier_is_confirmed_by_check_and_result() -> None:
     search, weight = search_of(library), weights_of(16, 32)[0]
     confirmed = [search.confirm(weight, ROWS, named(name)) for name in "abcde"]
     assert confirmed == [True, False, False, False, False]
+
+
+def test_where_the_product_would_be_our_own_kernels_that_is_what_must_be_beaten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[torch.Size] = []
+    monkeypatch.setattr(product_search, "is_skinny", lambda x, most: x.shape[0] <= most)
+    monkeypatch.setattr(product_search, "product", lambda x, weight: calls.append(x.shape))
+    search_of(FakeLibrary({"a": 90})).fastest(weights_of(16, 32), 16)
+    assert set(calls) == {torch.Size([16, 32])}
+    calls.clear()
+    search_of(FakeLibrary({"a": 90})).fastest(weights_of(16, 32), ROWS)
+    assert not calls

@@ -23,7 +23,19 @@ def tuned(*rows: int, library: FakeLibrary | None = None) -> TunedProduct:
 
 
 ALGORITHMS = {48: A, 64: None, 256: B, 2048: C, 4096: None, 8192: A}
-LOOK_UPS = {1: A, 47: A, 48: A, 49: None, 64: None, 65: B, 256: B, 257: None, 2047: None}
+LOOK_UPS = {
+    1: None,
+    16: None,
+    17: A,
+    47: A,
+    48: A,
+    49: None,
+    64: None,
+    65: B,
+    256: B,
+    257: None,
+    2047: None,
+}
 LOOK_UPS |= {2048: C, 4095: C, 4096: None, 5000: None, 8191: None, 8192: A, 100_000: A}
 
 

@@ -16,8 +16,8 @@ from tp_runtime.model_config import ModelConfig
 from tp_runtime.ops.attention.reference import ReferenceBackend
 from tp_runtime.ops.cublas_lt import CublasLt
 from tp_runtime.ops.group import TPGroup
-from tp_runtime.ops.linear import MergedColumnParallelLinear
 from tp_runtime.ops.product import MAX_SKINNY_ROWS, MAX_SMALL_SKINNY_ROWS
+from tp_runtime.ops.tuned_product import DECODE_ROWS, FEWEST_ROWS
 from tp_runtime.transport.heartbeat import Phase
 from tp_runtime.workers import tune_products as module
 from tp_runtime.workers.loader import fill_dummy
@@ -78,23 +78,20 @@ def test_layers_are_tuned_by_shape_and_those_with_a_bias_in_the_product_are_not(
     assert tuned_names(model_of(tmp_path, "qwen2")) == {"lm_head", *names} - biased
 
 
-def test_rows_are_those_of_decode_steps_that_no_own_kernel_takes_and_of_prefills(
+def test_rows_are_those_of_decode_steps_and_of_prefills(
     tmp_path: Path,
 ) -> None:
     shapes = layers_by_shape(model_of(tmp_path))
     by_type = {type(same[0]).__name__: family_of(same, CONFIG) for same in shapes}
-    assert MAX_SMALL_SKINNY_ROWS == 16
     assert by_type["QKVParallelLinear"].rows == [32, 48, 64, 96, 128, 2048, 4096]
     assert by_type["ParallelLMHead"].rows == [32, 48, 64, 96, 128]
     # In the tiny model gate and up have the shape of q, k and v, and down that of o.
     assert len(by_type["QKVParallelLinear"].weights) == 4
 
 
-def test_large_weights_are_our_own_kernels_for_more_rows() -> None:
-    place = {"group": TPGroup.single(), "dtype": torch.bfloat16, "device": "meta"}
-    large = MergedColumnParallelLinear(4096, [12288, 12288], **place)
-    assert MAX_SKINNY_ROWS == 32
-    assert family_of([large], CONFIG).rows == [48, 64, 96, 128, 2048, 4096]
+def test_sizes_that_are_tuned_begin_where_our_own_kernels_may_be_behind() -> None:
+    assert MAX_SMALL_SKINNY_ROWS < FEWEST_ROWS <= MAX_SKINNY_ROWS
+    assert DECODE_ROWS[0] <= MAX_SKINNY_ROWS
 
 
 @pytest.mark.parametrize(
