@@ -30,9 +30,11 @@ class Staging:
         """As `destination.copy_(source)`, contiguous and of the same shape, on the current stream.
 
         `source` may be let go of at once."""
+        if not destination.numel():
+            return
         room = self._buffers[0].numel() // destination.element_size()
         if destination.dim() and destination[0].numel() <= room:
-            rows = room // max(1, destination[0].numel())
+            rows = room // destination[0].numel()
             parts = zip(destination.split(rows), source.split(rows), strict=True)
         else:
             parts = zip([destination], [source], strict=True)

@@ -159,9 +159,8 @@ class Scheduler:
     # ------------------------------------------------------------ planning
 
     def plan(self, record: bool = False) -> StepPlan | None:
-        """The next step, to be published in this order. None: nothing to do now, because nothing
-        runs or waits, or because an answer has to come first. With `record` the workers record a
-        graph before it, and it may have no rows."""
+        """The next step, to be published in this order; with `record` the workers record a graph
+        before it, and it may have no rows. None: nothing runs or waits, or answers come first."""
         full = len(self.in_flight) >= self._window()
         if full or not self._clear_rows() or not self._make_room():
             return None
