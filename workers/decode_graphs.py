@@ -11,6 +11,7 @@ model graph's logits without a sampler graph.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -81,6 +82,7 @@ class DecodeGraphs:
         self._logits: dict[int, Tensor] = {}
         self._models: dict[int, Recorded] = {}
         self._samplers: dict[tuple[int, SamplingClass], Recorded] = {}
+        self._missed: Counter[int] = Counter()
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     @torch.inference_mode()
@@ -98,7 +100,14 @@ class DecodeGraphs:
     def later(self) -> list[LaterGraph]:
         """Of the sizes that are not recorded yet."""
         left = [size for size in self.sizes if size not in self._models]
-        return [LaterGraph(partial(self.record, n), partial(self._forget, n)) for n in left]
+        return [
+            LaterGraph(
+                partial(self.record, n),
+                partial(self._forget, n),
+                partial(self._missed.__getitem__, n),
+            )
+            for n in left
+        ]
 
     def _forget(self, size: int) -> None:
         self._models.pop(size, None)
@@ -107,7 +116,9 @@ class DecodeGraphs:
             self._samplers.pop((size, kind), None)
 
     def fitting(self, size: int) -> int:
-        """The smallest recorded size of at least `size`, or 0."""
+        """The smallest recorded size of at least `size`, for a step; 0: none."""
+        if size not in self._models:
+            self._missed[size] += 1
         return min((recorded for recorded in self._models if recorded >= size), default=0)
 
     def run_model(self, size: int, num_rows: int) -> None:

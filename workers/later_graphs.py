@@ -1,13 +1,13 @@
 """Graphs that are recorded when the worker serves already, one at a time, as plans ask for them.
 
-Until then steps run with a larger graph, or eagerly. All ranks hold the same list, take from it in
-step with each other, and leave a graph out together when one of them cannot record it.
+Until then steps run with a larger graph, or eagerly. The one that most steps would have taken comes
+first. All ranks hold the same list, have run the same steps, take from it in step with each other,
+and leave a graph out together when one of them cannot record it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -21,10 +21,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LaterGraph:
-    """`record` makes the graph, which nothing uses before that; after `forget` nothing does."""
+    """`record` makes the graph, which nothing uses before that; after `forget` nothing does.
+    `missed`: how many steps would have taken it."""
 
     record: Callable[[], None]
     forget: Callable[[], object]
+    missed: Callable[[], int]
 
 
 class LaterGraphs:
@@ -32,7 +34,7 @@ class LaterGraphs:
 
     def __init__(self, group: TPGroup, device: torch.device, todo: Iterable[LaterGraph]) -> None:
         self._group, self._device = group, device
-        self._todo = deque(todo)
+        self._todo = list(todo)
         self._told = False
 
     def __len__(self) -> int:
@@ -42,7 +44,8 @@ class LaterGraphs:
         """Collective; nothing when none is left."""
         if not self._todo:
             return
-        graph = self._todo.popleft()
+        graph = max(self._todo, key=lambda graph: graph.missed())  # the first of several
+        self._todo.remove(graph)
         wrong = with_memory(graph.record, self._group, self._device)
         if wrong:
             graph.forget()

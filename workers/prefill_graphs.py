@@ -12,6 +12,7 @@ it. Chunks read everything from the cache, which has their own tokens by then.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -88,6 +89,7 @@ class PrefillGraphs:
         self.rooms = sorted(rooms, key=lambda room: (room.tokens, room.decode))
         self._model, self._kv, self._state = model, kv, state
         self._recorded: dict[Room, Recorded] = {}
+        self._missed: Counter[Room] = Counter()
         on_gpu = state.device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if on_gpu else None
         rows = max(room.decode for room in rooms)
@@ -127,20 +129,29 @@ class PrefillGraphs:
         has just started has few."""
         left = sorted(room for room in self.rooms if room not in self._recorded)
         return [
-            LaterGraph(partial(self.record, room), partial(self._recorded.pop, room, None))
+            LaterGraph(
+                partial(self.record, room),
+                partial(self._recorded.pop, room, None),
+                partial(self._missed.__getitem__, room),
+            )
             for room in left
         ]
 
     def fitting(self, decode_rows: int, chunks: Sequence[Chunk]) -> Room | None:
-        """The smallest recorded one that such a step fits into."""
+        """The smallest recorded one that such a step fits into; for a step."""
         tokens = sum(len(chunk.token_ids) // 4 for chunk in chunks)
         if max(chunk.start for chunk in chunks) > LONGEST_PREFIX:
             return None
-        for room in self.rooms:
-            fits = decode_rows <= room.decode and tokens <= room.prompt
-            if fits and len(chunks) <= self._chunks(room) and room in self._recorded:
-                return room
-        return None
+        fitting = [
+            room
+            for room in self.rooms
+            if decode_rows <= room.decode
+            and tokens <= room.prompt
+            and len(chunks) <= self._chunks(room)
+        ]
+        if fitting and fitting[0] not in self._recorded:
+            self._missed[fitting[0]] += 1
+        return next((room for room in fitting if room in self._recorded), None)
 
     def run(
         self,

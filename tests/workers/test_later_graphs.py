@@ -13,6 +13,7 @@ import torch
 from tests.gloo_pool import GlooPool
 from tests.tiny_models import make_tiny
 from tests.workers.engine_in_process import EngineInProcess
+from tp_runtime.messages import Chunk
 from tp_runtime.ops.group import TPGroup
 from tp_runtime.sampling_params import SamplingParams
 from tp_runtime.workers import graph_votes
@@ -53,7 +54,7 @@ def answers(
         prefill.record(ROOMS[-1])
         todo = prefill.later() + decode.later()
         if group.rank == fails_on:
-            todo[1] = todo[-1] = LaterGraph(failing, failing_to_forget)
+            todo[1] = todo[-1] = LaterGraph(failing, failing_to_forget, nobody_missed)
         runner.graphs, runner.prefill_graphs = decode, prefill
         runner.later_graphs = LaterGraphs(group, runner.state.device, todo)
         record_with_every_plan(engine)
@@ -78,6 +79,10 @@ def failing() -> None:
 
 def failing_to_forget() -> None:
     """Nothing was recorded."""
+
+
+def nobody_missed() -> int:
+    return 0
 
 
 def record_with_every_plan(engine: EngineInProcess) -> None:
@@ -106,7 +111,7 @@ def test_a_step_without_rows_records_and_is_answered(folder: str) -> None:
     engine.runner.later_graphs = LaterGraphs(
         TPGroup.single(),
         torch.device("cpu"),
-        [LaterGraph(partial(recorded.append, i), failing) for i in range(2)],
+        [LaterGraph(partial(recorded.append, i), failing, nobody_missed) for i in range(2)],
     )
     for number in range(3):  # one more than there are
         plan = engine.scheduler.plan(record=True)
@@ -115,6 +120,27 @@ def test_a_step_without_rows_records_and_is_answered(folder: str) -> None:
         assert result.ready()
         assert result.ids.wait().shape == (0,)
         assert recorded == list(range(min(number + 1, 2)))
+
+
+def test_what_most_steps_would_have_taken_comes_first(folder: str) -> None:
+    engine = EngineInProcess(Path(folder), max_num_seqs=8)
+    runner, state = engine.runner, engine.runner.state
+    decode = DecodeGraphs(runner.model, runner.kv, state, runner.sampler, SIZES)
+    prefill = PrefillGraphs(runner.model, runner.kv, state, ROOMS)
+    later = LaterGraphs(TPGroup.single(), state.device, prefill.later() + decode.later())
+    chunks = [Chunk(0, 0, bytes(4 * 20), sample=True)]
+    assert decode.fitting(4) == 0
+    for _ in range(2):
+        assert prefill.fitting(5, chunks) is None
+    later.record_next()
+    assert prefill.fitting(5, chunks) == Room(8, 128)
+    later.record_next()
+    assert decode.fitting(2) == 4
+    assert prefill.fitting(0, chunks) == Room(8, 128)
+    for _ in range(2):
+        later.record_next()
+    assert decode.fitting(2) == 2
+    assert prefill.fitting(0, chunks) == Room(0, 64)
 
 
 def test_without_memory_nothing_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,7 @@ _HELP = {
     "prompt_tokens": "Prompt tokens computed.",
     "generation_tokens": "Tokens generated.",
     "num_preemptions": "Samples that were put back into the queue for want of KV blocks.",
+    "graphs_left": "CUDA graphs that are still to be recorded, while nothing runs or one a second.",
     "recoveries": "Times that all workers were replaced.",
     "recovery_seconds": "From the workers' last sign of life to the next token, by part.",
     "request_success": "Samples that ended, by reason.",
