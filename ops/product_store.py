@@ -27,7 +27,7 @@ _FORMAT = 1
 Algorithm = Annotated[bytes, msgspec.Meta(min_length=ALGORITHM_BYTES, max_length=ALGORITHM_BYTES)]
 Rows = Annotated[int, msgspec.Meta(ge=1)]
 Algorithms = dict[int, bytes | None]
-"""Rows -> algorithm, or None where torch's choice is as good."""
+"""Rows -> algorithm, or None where what is done without one is as good."""
 
 
 class ProductKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

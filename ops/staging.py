@@ -63,6 +63,11 @@ def _staging(device: torch.device) -> Staging:
     return Staging(device)
 
 
+def release_staging() -> None:
+    """Lets go of the buffers; the next copy makes new ones."""
+    _staging.cache_clear()
+
+
 def copy_in(destination: Tensor, source: Tensor) -> None:
     """`destination.copy_(source)` the quickest way there is."""
     pageable = destination.is_cuda and source.device.type == "cpu" and not source.is_pinned()

@@ -68,8 +68,8 @@ class TunedProduct:
 
     def multiply(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor | None:
         """x [rows, inputs] with any row stride, weight [outputs, inputs] -> [rows, outputs], in
-        `out` where that is given; summed in float32. None, and nothing done, where torch's choice
-        is as good or the tensors do not suit. Raises CublasLtError."""
+        `out` where that is given; summed in float32. None, and nothing done, where what is done
+        without it is as good or the tensors do not suit. Raises CublasLtError."""
         if x.dim() != 2 or not x.shape[0] or self.algorithm(x.shape[0]) is None:
             return None
         if not (_suits(x) and _suits(weight) and weight.is_contiguous()):

@@ -1,4 +1,10 @@
-"""Recording and checking graphs by vote: what one rank cannot do, none does."""
+"""Recording and checking graphs by vote: what one rank cannot do, none does.
+
+A vote comes after a step, in which ranks wait for each other's parts of sums. So what it can settle
+is what a rank finds before it begins, too little memory, or finds only in the end, a capture that
+does not come about or a result that is wrong. A rank that fails in the middle of a sum leaves the
+others waiting; the coordinator ends them then, and at last does without such graphs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +25,8 @@ def attempt(step: Callable[[], str], group: TPGroup, device: torch.device) -> st
     try:
         wrong = step()
     except Exception as error:  # of torch, of a package, of the driver: the eager way is there
-        cause = error.__context__ or error  # what ended a recording, rather than that it ended
+        ended = error.__context__ is not None and "captur" in str(error)
+        cause = error.__context__ if ended else error  # what ended a capture, not that it ended
         wrong = f"{type(cause).__name__}: {cause}"
     if group.size == 1:
         return wrong
@@ -34,7 +41,7 @@ def with_memory(record: Callable[[], None], group: TPGroup, device: torch.device
     memory for it."""
 
     def look() -> str:
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else SPARE_BYTES
+        free = _free_bytes(device)
         return "" if free >= SPARE_BYTES else f"only {free >> 20} MiB of device memory are free"
 
     def do() -> str:
@@ -42,3 +49,11 @@ def with_memory(record: Callable[[], None], group: TPGroup, device: torch.device
         return ""
 
     return attempt(look, group, device) or attempt(do, group, device)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """What the allocator keeps and does not use counts as free."""
+    if device.type != "cuda":
+        return SPARE_BYTES
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused

@@ -2,7 +2,8 @@
 
 Until then steps run with a larger graph, or eagerly. The one that most steps would have taken comes
 first. All ranks hold the same list, have run the same steps, take from it in step with each other,
-and leave a graph out together when one of them cannot record it.
+and leave a graph out together when one of them has no memory for it, or its capture fails (see
+`workers.graph_votes`).
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ import tp_runtime.workers
 from tp_runtime.errors import WeightsError
 from tp_runtime.model_config import ModelConfig
 from tp_runtime.ops.parameter import ShardId
+from tp_runtime.ops.staging import release_staging
 from tp_runtime.ops.tensor_source import TensorSource
 from tp_runtime.workers.checkpoint import Checkpoint
 from tp_runtime.workers.models.decoder import CausalLM
@@ -112,6 +113,7 @@ def load_weights(model: CausalLM, folder: str | Path, progress: Progress | None 
             file = checkpoint.file_of(names[name])
             raise WeightsError(f"{names[name]} in {file}: {error}") from error
         report.add(_num_bytes(source))
+    release_staging()
     filled.check()
     report.done()
 

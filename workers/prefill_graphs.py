@@ -39,6 +39,9 @@ ROOM_ROWS = (0, 32, 64, 128, 256)
 ROOM_TOKENS = (64, 128, 256, 384, 512, 768, 1024)
 MOST_CHUNKS = 32
 """Of a graph. Some attention kernels start programs for every one that there could be."""
+FEW_TOKENS, MOST_PADDING = 384, 4
+"""A step takes a graph of a few tokens, or of so many times its own; a larger one may take the GPU
+longer than launching the step takes the host."""
 LONGEST_PREFIX = 16_384
 """Tokens of the cache before a chunk, at most: recorded attention does not divide them among more
 programs, as an eager step does."""
@@ -151,7 +154,9 @@ class PrefillGraphs:
         ]
         if fitting and fitting[0] not in self._recorded:
             self._missed[fitting[0]] += 1
-        return next((room for room in fitting if room in self._recorded), None)
+        most = max(MOST_PADDING * (decode_rows + tokens), FEW_TOKENS)
+        near = (room for room in fitting if room in self._recorded and room.tokens <= most)
+        return next(near, None)
 
     def run(
         self,

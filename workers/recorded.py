@@ -1,6 +1,7 @@
 """A piece of device work recorded once and replayed: a CUDA graph, or, on a CPU, the call itself.
 
-The CPU form makes everything around a graph (static buffers, padding rows) testable without a GPU.
+The CPU form makes everything around a graph (static buffers, padding rows) testable without a GPU;
+it does the work once, too, when it is recorded.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Recorded:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._work: Callable[[], None] | None = work
         if device.type != "cuda":
+            work()
             return
         own, side = torch.cuda.current_stream(device), _stream(device)
         try:

@@ -1,7 +1,8 @@
 """Runs one step plan on this rank: state delta, model, logits, draw, state advance.
 
 The runner decides nothing: rows, chunks and sizes come from the plan. It never waits for the
-device; what the coordinator must see is returned as copies on their way to the host.
+device, but to record a graph; what the coordinator must see is returned as copies on their way to
+the host.
 """
 
 from __future__ import annotations
@@ -105,9 +106,9 @@ class Runner:
             self.later_graphs.record_next()
         if not plan.chunks and not plan.num_decode:
             return StepResult(plan, PendingCopy(self.state.last_id[:0].to(torch.int32)), None)
-        size = self.graphs.fitting(plan.padded) if plan.padded and self.graphs is not None else 0
-        if size and self.graphs is not None:
-            return self._replay(plan, self.graphs, size)
+        graphs = self.graphs
+        if plan.padded and graphs is not None and (size := graphs.fitting(plan.padded)):
+            return self._replay(plan, graphs, size)
         step = self._prepare(plan)
         hidden = self._hidden(plan, step)
         self.state.advance_decode(step.decode_rows, step.host_decode_rows)

@@ -1,8 +1,7 @@
 """At start: which of cuBLASLt's algorithms multiplies each weight of the model fastest.
 
 Only on GPUs, in bfloat16 and float16, where the library can be had; elsewhere nothing happens and
-products are torch's. The sizes are a few of decode steps, beyond our own kernels', and of
-prefills.
+products are torch's and our own kernels'. The sizes are a few of decode steps and of prefills.
 """
 
 from __future__ import annotations
@@ -19,7 +18,12 @@ from tp_runtime.engine_config import EngineConfig
 from tp_runtime.ops.cublas_lt import CublasLt, CublasLtError, CublasLtUnavailableError
 from tp_runtime.ops.embedding import ParallelLMHead
 from tp_runtime.ops.graph_timer import GraphTimer
-from tp_runtime.ops.linear import PackedColumnLinear, RowParallelLinear
+from tp_runtime.ops.linear import (
+    MergedColumnParallelLinear,
+    PackedColumnLinear,
+    RowParallelLinear,
+)
+from tp_runtime.ops.product import MAX_SILU_ROWS
 from tp_runtime.ops.product_search import ProductSearch
 from tp_runtime.ops.product_store import ProductStore
 from tp_runtime.ops.product_tuning import ProductFamily, ProductTuning
@@ -89,7 +93,9 @@ def family_of(layers: list[TunedLayer], config: EngineConfig) -> ProductFamily:
     """Their weights and the numbers of rows worth a choice."""
     # Up to the first that holds the largest batch.
     below = sum(size < config.max_num_seqs for size in DECODE_ROWS)
-    rows = list(DECODE_ROWS[: below + 1])
+    # Gate and up of a few rows are one kernel with their activation.
+    own = MAX_SILU_ROWS if isinstance(layers[0], MergedColumnParallelLinear) else 0
+    rows = [size for size in DECODE_ROWS[: below + 1] if size > own]
     if not isinstance(layers[0], ParallelLMHead):  # which sees one row per sequence
         rows += [size for size in PREFILL_ROWS if size <= config.max_num_batched_tokens]
     return ProductFamily([layer.weight for layer in layers], rows)

@@ -25,9 +25,15 @@ _numbers = itertools.count()
 class NullServer:
     """Ready when the constructor returns; `address` is where clients connect, `pid` the
     coordinator's. `step_us`: how long a step takes; 0: answered at once. `profile`: a file for the
-    engine thread's cProfile statistics, written at the end."""
+    engine thread's cProfile statistics, written at the end. `rank`: the module of the null rank."""
 
-    def __init__(self, config: EngineConfig, step_us: int = 0, profile: str = "") -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        step_us: int = 0,
+        profile: str = "",
+        rank: str = "tp_runtime.launch.bench.null_rank",
+    ) -> None:
         me = ProcessId.current()
         self.folder = RunFolder.for_owner(me, f"null-{next(_numbers)}")
         self.folder.create(claimed=True, private=True)
@@ -39,8 +45,7 @@ class NullServer:
         arguments = ["--config", config.to_json(), "--run-dir", str(self.folder.path)]
         self._coordinator = _start(*module, *arguments, "--watch-pid", str(os.getpid()))
         self.folder.write_coordinator(ProcessId.of(self._coordinator.pid))
-        rank = ("tp_runtime.launch.bench.null_rank", str(self.folder.path))
-        self._rank = _start(*rank, str(me.pid), str(step_us))
+        self._rank = _start(rank, str(self.folder.path), str(me.pid), str(step_us))
         try:
             self.address = self._wait_ready()
         except BaseException:

@@ -93,9 +93,9 @@ class Drive:
             self.outputs[seq.key] = seq.generated_ids
         self._take(self.scheduler.add_all(list(seqs)))
 
-    def plan(self, record: bool = False) -> StepPlan | None:
+    def plan(self, records_graph: bool = False) -> StepPlan | None:
         """The scheduler's next step, run at once; its answer waits to be committed."""
-        plan = self.scheduler.plan(record)
+        plan = self.scheduler.plan(records_graph)
         if plan is not None:
             self.plans.append(plan)
             self.under_way.append(self.worker.run(plan))

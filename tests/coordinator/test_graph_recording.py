@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from tests.coordinator.driving import Drive, check_outputs, make_limits, make_seq
-from tp_runtime.coordinator.graph_recording import BUSY_S, IDLE_S, GraphRecording
+from tp_runtime.coordinator.activity import ActivityLog
+from tp_runtime.coordinator.graph_recording import (
+    BUSY_S,
+    IDLE_S,
+    MOST_CRASHES,
+    GraphRecording,
+)
+from tp_runtime.coordinator.metrics import Metrics
+from tp_runtime.coordinator.steps_in_flight import StepRecord
 
 
 class Clock:
@@ -68,7 +76,7 @@ def test_a_busy_server_records_one_at_a_time() -> None:
 
 def test_steps_that_record_disturb_nobody() -> None:
     drive = Drive(make_limits(run_ahead=4, graph_sizes=(1, 2, 4)))
-    plan = drive.plan(record=True)
+    plan = drive.plan(records_graph=True)
     assert plan is not None
     assert (plan.record, plan.num_rows, plan.num_decode) == (True, 0, 0)
     assert not drive.scheduler.is_idle
@@ -77,9 +85,47 @@ def test_steps_that_record_disturb_nobody() -> None:
     assert drive.scheduler.is_idle
     drive.add(make_seq("a", 5, 20), make_seq("b", 9, 12))
     while drive.scheduler.has_work:
-        plan = drive.plan(record=True)
+        plan = drive.plan(records_graph=True)
         assert plan is None or plan.record
         drive.commit()
     drive.run()
     check_outputs(drive)
     assert drive.ends
+
+
+def test_workers_that_die_of_it_go_on_with_what_they_have() -> None:
+    clock = Clock()
+    recording = GraphRecording(clock)
+    for crash in range(MOST_CRASHES):
+        recording.begin(5)
+        assert recording.left == 5, crash
+        recording.crashed()
+    recording.begin(5)
+    clock.now += 10
+    assert not recording.due(has_work=False, is_idle=True)
+    assert not recording.due(has_work=True, is_idle=False)
+
+
+def test_a_step_that_records_is_neither_steady_nor_slow() -> None:
+    drive = Drive(make_limits(run_ahead=4))
+    drive.add(make_seq("a", 5, 12, ignore_eos=True))
+    drive.plan()
+    assert drive.scheduler.in_flight.num_recording == 0
+    drive.plan(records_graph=True)
+    assert drive.scheduler.in_flight.num_recording == 1
+    prefill, recorded = drive.scheduler.in_flight
+    assert (recorded.records_graph, recorded.is_steady) == (True, False)
+    activity, metrics = ActivityLog(), Metrics()
+    for record in (prefill, recorded):
+        activity.answered(record, 0, 10**9)
+        metrics.answered(record, 0, 10**9, 10**9)
+    assert [step.step for step in activity.snapshot([]).slow_steps] == [prefill.step]
+    assert metrics.wait.count == 1
+    drive.run()
+    check_outputs(drive)
+
+
+def test_a_steady_step_is_one_that_records_nothing() -> None:
+    seqs = (make_seq("a"),)
+    assert StepRecord(1, seqs, [], seqs, []).is_steady
+    assert not StepRecord(1, seqs, [], seqs, [], records_graph=True).is_steady

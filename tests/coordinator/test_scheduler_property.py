@@ -83,7 +83,7 @@ def _act(drive: Drive, rng: random.Random, action: str, name: int) -> None:
     elif action == "plan":
         drive.plan()
     elif action == "record":
-        drive.plan(record=True)
+        drive.plan(records_graph=True)
     elif action == "commit" and drive.under_way:
         drive.commit(rng.randint(1, len(drive.under_way)))
     elif action == "cancel" and drive.seqs:
@@ -152,11 +152,11 @@ def _check_prompt_logprobs(drive: Drive) -> None:
 class _ToldAtOnce(Drive):
     """Its prefix cache learns of every block as soon as its contents are known."""
 
-    def plan(self, record: bool = False) -> StepPlan | None:
+    def plan(self, records_graph: bool = False) -> StepPlan | None:
         tables = self.scheduler._tables
         for seq in tables._open:
             tables.offer(seq)
-        return super().plan(record)
+        return super().plan(records_graph)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -52,6 +52,7 @@ def test_what_is_on_by_itself_has_a_flag_to_switch_it_off():
     assert config_of("m", "--disable-product-tuning").disable_product_tuning
     assert config_of("m", "--disable-custom-all-reduce").disable_custom_all_reduce
     assert config_of("m", "--disable-prefill-graphs").disable_prefill_graphs
+    assert not config_of("m").disable_prefill_graphs
     assert not config_of("m").disable_product_tuning
 
 

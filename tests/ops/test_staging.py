@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tp_runtime.ops.staging import Staging, copy_in
+from tp_runtime.ops import staging as module
+from tp_runtime.ops.staging import Staging, copy_in, release_staging
 
 BYTES = 64
 
@@ -40,7 +41,34 @@ def test_a_range_of_rows_is_filled_and_nothing_else() -> None:
     assert whole.sum(1).tolist() == [0, 0, 8, 8, 8, 8, 8, 0, 0, 0]
 
 
-def test_on_a_cpu_nothing_is_staged() -> None:
-    destination = torch.empty(3, 2)
-    copy_in(destination, torch.tensor([[1.0, 2], [3, 4], [5, 6]]))
-    assert destination.tolist() == [[1, 2], [3, 4], [5, 6]]
+class Pageable(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_only_what_comes_from_pageable_memory_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[torch.Size] = []
+
+    class Noting(Staging):
+        def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+            used.append(source.shape)
+            super().copy(destination, source)
+
+    monkeypatch.setattr(module, "_staging", lambda device: Noting(device, BYTES))
+    source = torch.randn(3, 20)
+    for destination, staged in (
+        (torch.empty(3, 20), False),
+        (torch.empty(3, 20).as_subclass(Pageable), True),
+        (torch.empty(20, 3).t().as_subclass(Pageable), False),
+    ):
+        used.clear()
+        copy_in(destination, source)
+        assert torch.equal(destination.as_subclass(torch.Tensor), source)
+        assert bool(used) == staged
+
+
+def test_buffers_are_let_go_of_after_loading() -> None:
+    module._staging(torch.device("cpu"))
+    release_staging()
+    assert module._staging.cache_info().currsize == 0

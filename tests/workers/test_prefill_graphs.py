@@ -175,6 +175,24 @@ def test_a_room_that_is_not_recorded_is_not_taken(folder: Path) -> None:
     assert graphs.later() == []
 
 
+def test_a_few_tokens_do_not_take_a_graph_of_very_many(folder: Path) -> None:
+    runner = EngineInProcess(folder, max_num_seqs=8, num_blocks=200, max_model_len=1024).runner
+    rooms = [Room(0, 16), Room(8, prefill_graphs.FEW_TOKENS - 8), Room(8, 1024)]
+    graphs = PrefillGraphs(runner.model, runner.kv, runner.state, rooms)
+    graphs.record(rooms[2])
+
+    def fitting(rows: int, tokens: int) -> Room | None:
+        return graphs.fitting(rows, [Chunk(0, 0, bytes(4 * tokens), sample=True)])
+
+    assert fitting(8, 250) == Room(8, 1024)
+    assert fitting(8, 249) is None
+    graphs.record(rooms[1])
+    assert fitting(1, 1) == rooms[1]
+    assert fitting(0, 1) == rooms[1]
+    graphs.record(rooms[0])
+    assert fitting(0, 1) == rooms[0]
+
+
 def test_rooms_end_with_the_largest_batch_and_the_largest_step() -> None:
     assert rooms_for(1, 63) == ()
     assert rooms_for(1, 64) == (Room(0, 64), Room(1, 64))

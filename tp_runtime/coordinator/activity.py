@@ -56,7 +56,10 @@ class ActivityLog:
             self._restarts.append(RestartReport(last.at, last.cause, dict(seconds)))
 
     def answered(self, record: StepRecord, published: int, received: int) -> None:
-        """Times in nanoseconds of CLOCK_MONOTONIC."""
+        """Times in nanoseconds of CLOCK_MONOTONIC. Steps in which a graph is recorded are known to
+        be slow, and do not count."""
+        if record.records_graph:
+            return
         seconds = (received - published) / 1e9
         slowest = self._slowest
         if len(slowest) >= NUM_SLOW_STEPS and seconds <= slowest[0][0]:

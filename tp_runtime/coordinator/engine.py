@@ -169,7 +169,8 @@ class Engine:
             self._quarantine.progress(self.scheduler)
             self._recovered_idle()
             stats = self.scheduler.stats()
-            group, left = self.group, self._recording.left
+            group = self.group
+            left = self._recording.left + self.scheduler.in_flight.num_recording
             self._state.take_stats(stats, group.restarts, left, self.metrics, group.recovery)
             if self._log is not None:
                 self._log.turn(now, stats)
@@ -207,7 +208,10 @@ class Engine:
             started = published
 
     def _next_plan(self, scheduler: Scheduler) -> StepPlan | None:
-        plan = scheduler.plan(self._recording.due(scheduler.has_work, scheduler.is_idle))
+        # A drain and a suspect's replay are no time for it.
+        usual = self._draining_since is None and self._quarantine.alone is None
+        due = usual and self._recording.due(scheduler.has_work, scheduler.is_idle)
+        plan = scheduler.plan(due)
         if plan is not None and plan.record:
             self._recording.asked()
         return plan
@@ -321,7 +325,13 @@ class Engine:
             self._say("recovering", "workers are being replaced")
 
     def on_all_killed(self, cause: Failure) -> None:
-        if self.scheduler is not None and self._quarantine.crashed(self.scheduler, cause):
+        scheduler = self.scheduler
+        if scheduler is None:
+            return
+        if scheduler.in_flight.num_recording:  # no request is suspected of that
+            self._recording.crashed()
+            self.group.forgive()
+        elif self._quarantine.crashed(scheduler, cause):
             self.group.forgive()
 
     def on_progress(self, text: str) -> None:

@@ -7,27 +7,43 @@ more than that.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
+logger = logging.getLogger(__name__)
+
 IDLE_S = 0.2
-"""After the last request, or READY: a client that sends one after the other never waits."""
+"""After the last request, or READY: whoever sends the next one sooner is not kept waiting."""
 BUSY_S = 1.0
 """Between two beside running requests."""
+MOST_CRASHES = 2
+"""After so many while a graph was recorded the workers go on with what they have at a start."""
 
 
 class GraphRecording:
-    """Of one generation of workers. `left`: how many are still to be recorded."""
+    """`left`: how many the present workers have not been asked for yet."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.left = 0
         self._worked = self._recorded = 0.0
+        self._crashes = 0
 
     def begin(self, left: int) -> None:
-        """The workers are ready, with so many graphs to record."""
-        self.left = left
+        """Workers are ready, with so many graphs to record."""
+        self.left = left if self._crashes < MOST_CRASHES else 0
         self._worked = self._recorded = self._clock()
+
+    def crashed(self) -> None:
+        """The workers are gone, and a graph was asked for in a step that was under way."""
+        self._crashes += 1
+        if self._crashes == MOST_CRASHES:
+            logger.warning(
+                "Workers died %d times while a CUDA graph was recorded in service; from now on "
+                "only those of the start are.",
+                MOST_CRASHES,
+            )
 
     def due(self, has_work: bool, is_idle: bool) -> bool:
         """Whether the next plan shall ask for one. `is_idle`: nothing is under way either, so that

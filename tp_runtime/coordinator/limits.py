@@ -14,9 +14,9 @@ from tp_runtime.model_length import resolve_max_model_len
 class SchedulerLimits:
     """Frozen; after workers were replaced, `Scheduler.reset` takes a new one.
 
-    Lengths and budgets are in tokens. `graph_sizes`: numbers of decode rows the workers hold a
-    graph for, empty when they have none. `check_every`: steps between two comparisons of the device
-    state across ranks; 1 under --check, 0 never."""
+    Lengths and budgets are in tokens. `graph_sizes`: numbers of decode rows the workers have a
+    graph for, now or later, empty when they have none. `check_every`: steps between two comparisons
+    of the device state across ranks; 1 under --check, 0 never."""
 
     max_model_len: int
     vocab_size: int

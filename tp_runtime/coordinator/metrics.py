@@ -86,7 +86,8 @@ class Metrics:
 
     def answered(self, record: StepRecord, published: int, received: int, done: int) -> None:
         """The answer to `record` was taken."""
-        self.wait.observe((received - published) * _NS)
+        if not record.records_graph:
+            self.wait.observe((received - published) * _NS)
         self.post_process.observe((done - received) * _NS)
         if record.decode and self._last_received:
             # A decode row runs in every step, so its last token came with the last answer.

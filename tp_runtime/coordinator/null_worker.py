@@ -25,8 +25,7 @@ class NullWorker:
         self._id = pack_ids([token_id])
 
     def answer(self, plan: StepPlan) -> Answer:
-        rows = plan.num_rows if plan.decode_rows is None else len(plan.decode_rows) // 4
-        sampled = rows + sum(chunk.sample for chunk in plan.chunks)
+        sampled = plan.num_decode + sum(chunk.sample for chunk in plan.chunks)
         return Answer(plan.generation, plan.step, self._id * sampled)
 
 

@@ -158,9 +158,9 @@ class Scheduler:
 
     # ------------------------------------------------------------ planning
 
-    def plan(self, record: bool = False) -> StepPlan | None:
-        """The next step, to be published in this order; with `record` the workers record a graph
-        before it, and it may have no rows. None: nothing runs or waits, or answers come first."""
+    def plan(self, records_graph: bool = False) -> StepPlan | None:
+        """The next step, to be published in this order; `records_graph`: a graph is recorded before
+        it, and it may have no rows. None: nothing runs or waits, or answers come first."""
         full = len(self.in_flight) >= self._window()
         if full or not self._clear_rows() or not self._make_room():
             return None
@@ -177,10 +177,11 @@ class Scheduler:
             admitted = self._prefills.admit(budget, len(batch), self._only)
             entering = [chunk.seq for chunk in admitted]
             chunks += admitted
-        if not (batch.num_decode or chunks or record):
+        if not (batch.num_decode or chunks or records_graph):
             return None
         moves = batch.settle(entering)
         step = StepRecord(self._step, batch.decode, chunks, batch.decode, grown)
+        step.records_graph = records_graph
         if chunks:
             step.sampled += tuple(chunk.seq for chunk in chunks if chunk.sample)
             self.counters.prompt_tokens += sum(chunk.size for chunk in chunks)
@@ -190,7 +191,6 @@ class Scheduler:
             self._watched.add(seq)
         check = bool(self.limits.check_every) and self._step % self.limits.check_every == 0
         plan = build_plan(self.generation, step, batch, entering, moves, check)
-        plan.record = record
         self._advance(step)
         return plan
 

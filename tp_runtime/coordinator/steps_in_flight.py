@@ -41,11 +41,14 @@ class StepRecord:
     """Sequences whose last token, or last prompt token when none is wanted, this step computes."""
     with_grammar: tuple[Sequence, ...] = ()
     """Those of `sampled` that are drawn under a mask."""
+    records_graph: bool = False
+    """It takes as long as that, whatever its rows."""
 
     @property
     def is_steady(self) -> bool:
         """Whether its answer is one more token for some rows, so far as can be known before."""
-        return bool(self.sampled) and not (self.chunks or self.ending or self.with_grammar)
+        other = self.chunks or self.ending or self.with_grammar or self.records_graph
+        return bool(self.sampled) and not other
 
     def sequences(self) -> list[Sequence]:
         return [*self.decode, *(chunk.seq for chunk in self.chunks)]
@@ -71,6 +74,11 @@ class StepsInFlight:
     def oldest_steps(self, number: int) -> deque[StepRecord]:
         """Those whose answers are due next; fewer when fewer are under way."""
         return deque(islice(self._records, number))
+
+    @property
+    def num_recording(self) -> int:
+        """Steps in which a graph is recorded."""
+        return sum(record.records_graph for record in self._records)
 
     @property
     def holds_blocks(self) -> bool:
