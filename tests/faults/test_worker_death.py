@@ -124,6 +124,22 @@ def test_workers_that_fail_while_they_take_over(
     fault_table.add(f"worker {rank}", f"{phase}, after a kill", action, recovery, lost)
 
 
+@pytest.mark.faults
+def test_one_of_eight_ranks_with_two_kv_heads(tmp_path, fault_table):
+    folder = make_tiny("qwen3", tmp_path / "tiny", num_attention_heads=8, num_key_value_heads=2)
+    with fault_server(tmp_path, *serve(str(folder), ranks=8)) as server:
+        with Client(server.address) as client:
+            undisturbed = Load(client, timeout=200).finish()
+            load = Load(client, timeout=200)
+            load.wait_tokens(20)
+            happened = server.send(server.workers()[5], "kill")
+            recovery = server.watch_recovery(happened, 120)
+            lost = tokens_lost(load.finish(), undisturbed)
+        assert lost == 0
+        assert len(server.workers()) == 8
+    fault_table.add("worker 5 of 8", "decode", "kill", recovery, lost)
+
+
 def test_after_too_many_restarts_come_typed_errors_and_a_status(tmp_path):
     tiny = str(make_tiny("qwen3", tmp_path / "tiny"))
     command = serve(tiny, "--max-worker-restarts", "1", ranks=1)
