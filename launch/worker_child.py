@@ -30,6 +30,7 @@ _FOR_GPUS = (
     "tp_runtime.ops.kernels.row_linear",
     "tp_runtime.ops.kernels.skinny_linear",
 )
+"""Imported by a keeper once, or else by each worker at its first kernel."""
 
 WorkerMain = Callable[[EngineConfig, RankPlace, int, list[int]], None]
 """Runs a worker: config, place, generation, the six descriptors. Need not return."""

@@ -359,7 +359,7 @@ class StepPlan(Struct, tag=1, array_like=True, omit_defaults=True):
     """Compare a checksum of the device state across ranks in this step."""
     masks: list[RowMask] = msgspec.field(default_factory=list)
     """Of rows with a grammar, for the token that this step samples and no other."""
-    record: bool = False
+    records_graph: bool = False
     """Record the next of the graphs that are left, before the step. Such a step may have no row."""
 
     @property
@@ -424,7 +424,7 @@ class WorkerReady(Struct, tag="ready"):
     graph_sizes: list[int] = msgspec.field(default_factory=list)
     """Padded decode sizes the worker can replay, now or later; empty: eager."""
     graphs_left: int = 0
-    """Graphs that are recorded one by one, by plans with `record`; the same on every rank."""
+    """Graphs that plans with `records_graph` have recorded one by one; the same on every rank."""
     start_s: dict[str, float] = msgspec.field(default_factory=dict)
     """Seconds since its fork, by what it did."""
 

@@ -48,27 +48,18 @@ def record_prefills(
     """Collective. Graphs of which the largest and the smallest are recorded and checked, the others
     not recorded yet; or None, on every rank, with what is wrong on this one."""
     graphs = PrefillGraphs(model, kv, state, rooms)
+
+    def check(room: Room) -> str:
+        agrees = replay_agrees(graphs, room, model, kv, state, max_model_len)
+        return "" if agrees else "a recorded step differs from the same step run eagerly"
+
     for room in dict.fromkeys((graphs.rooms[-1], graphs.rooms[0])):
-        check = partial(_check, graphs, room, model, kv, state, max_model_len)
         wrong = with_memory(partial(graphs.record, room), group, state.device)
-        wrong = wrong or attempt(check, group, state.device)
+        wrong = wrong or attempt(partial(check, room), group, state.device)
         if wrong:
             graphs.release()
             return None, wrong
     return graphs, ""
-
-
-def _check(
-    graphs: PrefillGraphs,
-    room: Room,
-    model: CausalLM,
-    kv: list[LayerKV],
-    state: BatchState,
-    max_model_len: int,
-) -> str:
-    if replay_agrees(graphs, room, model, kv, state, max_model_len):
-        return ""
-    return "a recorded step differs from the same step run eagerly"
 
 
 @dataclass(frozen=True)

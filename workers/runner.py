@@ -102,7 +102,7 @@ class Runner:
         """Applies and launches the plan; collective. Raises ProtocolError when it does not fit."""
         self.state.apply(plan)
         self.applied_at = time.monotonic_ns()
-        if plan.record and self.later_graphs is not None:
+        if plan.records_graph and self.later_graphs is not None:
             self.later_graphs.record_next()
         if not plan.chunks and not plan.num_decode:
             return StepResult(plan, PendingCopy(self.state.last_id[:0].to(torch.int32)), None)

@@ -135,7 +135,7 @@ class FakeWorker:
             row = self.rows[chunk.row]
             assert row not in decode, "a row both decodes and prefills"
             fed += [(row, chunk.start + i, t) for i, t in enumerate(unpack_ids(chunk.token_ids))]
-        assert fed or plan.record, "an empty step"
+        assert fed or plan.records_graph, "an empty step"
         self.tokens_per_step.append(len(fed))
         self._check_writes(fed, {new.row for new in plan.new_rows})
         for row, position, token_id in fed:

@@ -78,7 +78,7 @@ def test_steps_that_record_disturb_nobody() -> None:
     drive = Drive(make_limits(run_ahead=4, graph_sizes=(1, 2, 4)))
     plan = drive.plan(records_graph=True)
     assert plan is not None
-    assert (plan.record, plan.num_rows, plan.num_decode) == (True, 0, 0)
+    assert (plan.records_graph, plan.num_rows, plan.num_decode) == (True, 0, 0)
     assert not drive.scheduler.is_idle
     assert drive.plan() is None
     drive.commit()
@@ -86,7 +86,7 @@ def test_steps_that_record_disturb_nobody() -> None:
     drive.add(make_seq("a", 5, 20), make_seq("b", 9, 12))
     while drive.scheduler.has_work:
         plan = drive.plan(records_graph=True)
-        assert plan is None or plan.record
+        assert plan is None or plan.records_graph
         drive.commit()
     drive.run()
     check_outputs(drive)

@@ -14,7 +14,7 @@ from tp_runtime.messages import Answer, StepPlan
 
 class _Aborting(NullWorker):
     def answer(self, plan: StepPlan) -> Answer:
-        if plan.record:
+        if plan.records_graph:
             os.abort()
         return super().answer(plan)
 

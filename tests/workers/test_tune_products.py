@@ -16,7 +16,8 @@ from tp_runtime.model_config import ModelConfig
 from tp_runtime.ops.attention.reference import ReferenceBackend
 from tp_runtime.ops.cublas_lt import CublasLt
 from tp_runtime.ops.group import TPGroup
-from tp_runtime.ops.product import MAX_SKINNY_ROWS, MAX_SMALL_SKINNY_ROWS
+from tp_runtime.ops.linear import MergedColumnParallelLinear
+from tp_runtime.ops.product import MAX_SILU_ROWS, MAX_SKINNY_ROWS, MAX_SMALL_SKINNY_ROWS
 from tp_runtime.ops.tuned_product import DECODE_ROWS, FEWEST_ROWS
 from tp_runtime.transport.heartbeat import Phase
 from tp_runtime.workers import tune_products as module
@@ -87,6 +88,13 @@ def test_rows_are_those_of_decode_steps_and_of_prefills(
     assert by_type["ParallelLMHead"].rows == [32, 48, 64, 96, 128]
     # In the tiny model gate and up have the shape of q, k and v, and down that of o.
     assert len(by_type["QKVParallelLinear"].weights) == 4
+
+
+def test_gate_and_up_of_a_few_rows_are_one_kernel_with_their_activation() -> None:
+    place = {"group": TPGroup.single(), "dtype": torch.bfloat16, "device": "meta"}
+    large = MergedColumnParallelLinear(4096, [12288, 12288], **place)
+    assert MAX_SILU_ROWS == 48
+    assert family_of([large], CONFIG).rows == [64, 96, 128, 2048, 4096]
 
 
 def test_sizes_that_are_tuned_begin_where_our_own_kernels_may_be_behind() -> None:

@@ -212,7 +212,7 @@ class Engine:
         usual = self._draining_since is None and self._quarantine.alone is None
         due = usual and self._recording.due(scheduler.has_work, scheduler.is_idle)
         plan = scheduler.plan(due)
-        if plan is not None and plan.record:
+        if plan is not None and plan.records_graph:
             self._recording.asked()
         return plan
 

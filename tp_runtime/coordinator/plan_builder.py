@@ -31,7 +31,7 @@ def build_plan(
         plan.masks = [_mask(seq) for seq in record.with_grammar]
     plan.moves = moves
     plan.check = check
-    plan.record = record.records_graph
+    plan.records_graph = record.records_graph
     return plan
 
 
