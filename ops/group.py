@@ -206,6 +206,13 @@ class TPGroup:
     size: int
     comm: Communicator
 
+    def all_say_yes(self, yes: bool, device: torch.device) -> bool:
+        """Collective, on `device`, which is waited for: whether every rank says so."""
+        if self.size == 1:
+            return yes
+        ballot = torch.full((1,), int(yes), device=device)
+        return int(self.comm.all_reduce(ballot)) == self.size
+
     @classmethod
     def single(cls) -> TPGroup:
         """The group of one rank; needs no torch.distributed."""

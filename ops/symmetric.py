@@ -281,5 +281,4 @@ class _Votes:
             yes = step()
         except Exception as error:  # of torch, of Triton, of the driver: the way without is there
             yes, self.why = False, f" ({type(error).__name__}: {error})"
-        ballot = torch.full((1,), int(yes), device=self._device)
-        return int(self._group.comm.all_reduce(ballot)) == self._group.size
+        return self._group.all_say_yes(yes, self._device)

@@ -28,10 +28,7 @@ def attempt(step: Callable[[], str], group: TPGroup, device: torch.device) -> st
         ended = error.__context__ is not None and "captur" in str(error)
         cause = error.__context__ if ended else error  # what ended a capture, not that it ended
         wrong = f"{type(cause).__name__}: {cause}"
-    if group.size == 1:
-        return wrong
-    ballot = torch.full((1,), int(not wrong), device=device)
-    if int(group.comm.all_reduce(ballot)) == group.size:
+    if group.all_say_yes(not wrong, device):
         return ""
     return wrong or "another rank found a fault"
 

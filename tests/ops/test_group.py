@@ -97,3 +97,13 @@ def test_the_group_of_one_answers_every_collective_with_its_own_input() -> None:
 def test_a_group_before_init_process_group_is_refused_with_what_to_do() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         TPGroup.from_process_group("gloo", "cpu")
+
+
+def _vote(group: TPGroup, against: int) -> bool:
+    return group.all_say_yes(group.rank != against, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_vote_is_lost_by_one_voice_and_all_know(gloo_pool: Pools, size: int) -> None:
+    assert gloo_pool(size).run(_vote, -1) == [True] * size
+    assert gloo_pool(size).run(_vote, size - 1) == [False] * size
